@@ -1,0 +1,121 @@
+"""Tiny models, adversarial drafters and an enumerating source of randomness. Equality is tested in float64, where a batch
+of k + 1 rows and a single row round too finely to flip a choice."""
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from moa import MoADrafter  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+settings.register_profile("default", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=1200, deadline=None)
+settings.load_profile("default")
+
+
+def tiny_target(seed=0, **config):
+    """A random target with confident, varied logits: far from the near-uniform ones of a fresh initialisation."""
+    torch.manual_seed(seed)
+    target = GPT(GPTConfig(**{**dict(vocab_size=17, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, n_ffn=24, block_size=24), **config}))
+    for p in target.parameters():
+        if p.dim() == 2:
+            p.data *= 25
+    return target.requires_grad_(False).eval()
+
+
+def tiny_moa(target, n_target_layers=0, seed=0):
+    torch.manual_seed(seed)
+    drafter = MoADrafter(target, n_target_layers, n_ffn=24, lsa_ffn=12).requires_grad_(False).eval()
+    for p in drafter.parameters():
+        if p.dim() == 2:
+            p.data *= 2
+    return drafter
+
+
+class Scripted:
+    """A drafter that is a function of the tokens: `logits_of(ids) -> (V,)`. It sees nothing of the target."""
+
+    def __init__(self, logits_of):
+        self.propose = logits_of
+
+    def reset(self):
+        pass
+
+    def memory(self, cache, states):
+        return None
+
+    def observe(self, memory):
+        pass
+
+
+def scripted(target, kind):
+    """Drafters to try the loop with: always right, always wrong, noise, and all logits equal."""
+
+    def truth(ids):
+        return target(torch.tensor([ids]))[0, -1]
+
+    def noise(ids):
+        return torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(hash(tuple(ids)) % 2**31))
+
+    return Scripted({
+        "right": truth,
+        "wrong": lambda ids: -truth(ids),
+        "noise": noise,
+        "ties": lambda ids: torch.zeros(target.config.vocab_size),
+    }[kind])  # fmt: skip
+
+
+def any_drafter(target, kind, seed=0):
+    return tiny_moa(target, int(kind[3:]), seed) if kind.startswith("moa") else scripted(target, kind)
+
+
+KINDS = ["right", "wrong", "noise", "ties", "moa0", "moa1", "moa2"]
+targets = st.builds(
+    tiny_target, seed=st.integers(0, 200), n_kv_head=st.sampled_from([1, 2, 4]), tie_embeddings=st.booleans()
+)
+prompts = st.lists(st.integers(0, 16), min_size=1, max_size=8)
+
+
+class Enumerator:
+    """A source of randomness that replays the given choices, then takes the first possible one, and multiplies up the
+    exact probability of what it did."""
+
+    def __init__(self, choices=()):
+        self.choices, self.taken, self.options, self.probability = list(choices), [], [], 1.0
+
+    def pick(self, weights):
+        possible = [i for i, w in enumerate(weights) if w > 0]
+        choice = self.choices[len(self.taken)] if len(self.taken) < len(self.choices) else possible[0]
+        self.taken.append(choice)
+        self.options.append(possible)
+        self.probability *= weights[choice]
+        return choice
+
+    def coin(self, p):
+        return self.pick([1 - p, p]) == 1
+
+    def draw(self, probs):
+        return self.pick(probs.tolist())
+
+
+def distribution(run):
+    """{outcome: exact probability} of run(rng), over every branch of its randomness."""
+    total, todo = defaultdict(float), [[]]
+    while todo:
+        prefix = todo.pop()
+        rng = Enumerator(prefix)
+        total[run(rng)] += rng.probability
+        for i in range(len(prefix), len(rng.taken)):
+            todo += [rng.taken[:i] + [other] for other in rng.options[i] if other != rng.taken[i]]
+    return total
+
+
+def distance(a, b):
+    """Largest difference of two distributions given as dicts."""
+    return max(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in {*a, *b})

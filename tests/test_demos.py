@@ -1,0 +1,68 @@
+"""Each file as a reader runs it: the demos end well, bad input ends in one line."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("command, says", [
+    (["model.py", "--max-new-tokens", "8"], "identical: yes"),
+    (["moa.py", "--max-new-tokens", "24"], "Agreement"),
+    (["speculative.py", "--max-new-tokens", "16", "--prompts", "2"], "identical: yes"),
+    (["speculative.py", "--max-new-tokens", "16", "--prompt", "", "--temperature", "0.8", "--top-k", "50"], "tau"),
+    (["speculative.py", "--max-new-tokens", "0", "--prompt", "x"], "tau"),
+    (["speculative.py", "--max-new-tokens", "9", "--prompt", "añ漢🙂<|endoftext|>", "--draft-length", "0"], "identical: yes"),
+])  # fmt: skip
+def test_demos(command, says):
+    done = run(*command)
+    assert done.returncode == 0 and says in done.stdout and not done.stderr, done.stderr
+    assert "\033" not in done.stdout  # no colour where there is no terminal
+
+
+@pytest.mark.parametrize("command", [
+    ["model.py", "--weights", "nowhere"], ["moa.py", "--weights", "nowhere"], ["speculative.py", "--weights", "nowhere"],
+    ["speculative.py", "--prompt", "word " * 600], ["speculative.py", "--temperature", "-1"], ["speculative.py", "--top-p", "0"],
+    ["speculative.py", "--draft-length", "-1"], ["speculative.py", "--max-new-tokens", "-1"], ["speculative.py", "--prompts", "0"],
+    ["speculative.py", "--device", "toaster"], ["speculative.py", "--json", "no/such/folder/x.json"],
+    ["speculative.py", "--confidence", "7"], ["model.py", "train", "--data", "nowhere"], ["model.py", "train", "--batch", "0"],
+    ["model.py", "train", "--minutes", "-1"], ["moa.py", "train", "--target-layers", "99"], ["moa.py", "--drafter", "nothing.pt"],
+    ["moa.py", "train", "--periods", "5", "2"], ["moa.py", "train", "--resume", "--checkpoint", "none"],
+])  # fmt: skip
+def test_bad_input_is_one_line(command):
+    done = run(*command)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_json_holds_every_number_of_the_table(tmp_path):
+    done = run("speculative.py", "--max-new-tokens", "16", "--prompts", "2", "--json", tmp_path / "out.json")
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert done.returncode == 0 and out["identical"] is True and out["settings"]["draft_length"] == 5 and out["machine"]
+    for key in ("plain_tokens_per_s", "tokens_per_s", "speedup", "tau", "draft_ms", "verify_ms", "observe_ms", "target_passes"):
+        assert out[key] > 0
+    assert len(out["acceptance_by_position"]) == 5 and f"{out['tau']:.2f}" in done.stdout
+
+
+def test_trains_resumes_and_decodes_what_it_trained(tmp_path):
+    """On a small text: target and drafter, a resumed run, and the loop over the new weights."""
+    (tmp_path / "text").write_text("".join(f"line {i} of a text about {i % 7} cats\n" for i in range(3000)))
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "tokenizer.tiktoken").write_text((ROOT / "weights" / "tokenizer.tiktoken").read_text())
+    common = ["--data", tmp_path / "text", "--weights", weights, "--batch", "2", "--window", "64"]
+    for command in (["model.py", "train"], ["moa.py", "train"]):
+        common_ = [*command, *common, "--checkpoint", tmp_path / "ckpt", "--save-every", "0"]
+        done = run(*common_, "--minutes", "0.02")
+        assert done.returncode == 0, done.stderr
+        done = run(*common_, "--minutes", "0.04", "--resume")
+        assert done.returncode == 0 and "held-out" in done.stdout, done.stderr
+    done = run("speculative.py", "--weights", weights, "--max-new-tokens", "12")
+    assert done.returncode == 0 and "identical: yes" in done.stdout, done.stdout + done.stderr
