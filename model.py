@@ -56,8 +56,12 @@ def train_tokenizer(documents, path, vocab_size=2048, sample=1_000_000):
     from tiktoken._educational import bpe_train
 
     text, rng = "\n".join(documents), random.Random(0)
-    pieces = (text[i : i + 2000] for i in (rng.randrange(max(1, len(text) - 2000)) for _ in range(sample // 2000)))
-    ranks = bpe_train("".join(pieces), vocab_size - 1, PATTERN, visualise=None)
+    if len(text) > sample:
+        text = "".join(text[i : i + 2000] for i in (rng.randrange(len(text) - 2000) for _ in range(sample // 2000)))
+    try:
+        ranks = bpe_train(text, vocab_size - 1, PATTERN, visualise=None)
+    except ValueError:  # no pair left to merge
+        raise UserError(f"{len(text)} characters are too little text for a vocabulary of {vocab_size}") from None
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
 
 def load_tokenizer(path=WEIGHTS / "tokenizer.tiktoken"):
@@ -300,7 +304,7 @@ class Sampling:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
         probs = logits.softmax(-1)
         if self.top_p < 1:  # the fewest likeliest tokens whose mass reaches top_p
-            ordered, ids = probs.sort(-1, descending=True, stable=True)
+            ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
             dropped = ordered.cumsum(-1) - ordered >= self.top_p
             probs = probs.masked_fill(dropped.scatter(-1, ids, dropped), 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
@@ -312,13 +316,18 @@ class Random:
     def __init__(self, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
 
+    def uniform(self):
+        return torch.rand((), generator=self.generator, dtype=torch.float64).item()  # in [0, 1)
+
     def coin(self, p):
-        """True with probability p: u < p for u uniform in [0, 1), so never for p = 0 and always for p = 1."""
-        return torch.rand((), generator=self.generator, dtype=torch.float64).item() < p
+        """True with probability p: strictly u < p, so never for p = 0 and always for p = 1."""
+        return self.uniform() < p
 
     def draw(self, probs):
-        """probs (V,) -> an index drawn with these probabilities."""
-        return torch.multinomial(probs, 1, generator=self.generator).item()
+        """probs (V,) -> an index drawn with these probabilities: the first whose cumulative mass exceeds u, so p > 0."""
+        mass = probs.cumsum(0)
+        total = mass[-1].item()
+        return torch.searchsorted(mass, min(self.uniform() * total, math.nextafter(total, 0)), right=True).item()
 
 def check_prompt(config, ids, max_new_tokens):
     """-> how many tokens may follow the prompt: max_new_tokens, or fewer where block_size ends. Raises UserError."""

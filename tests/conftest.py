@@ -1,5 +1,6 @@
 """Tiny models, adversarial drafters and an enumerating source of randomness. Equality is tested in float64, where a batch
 of k + 1 rows and a single row round too finely to flip a choice."""
+import importlib.util
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -71,10 +72,28 @@ def scripted(target, kind):
     }[kind])  # fmt: skip
 
 
+def pytest_addoption(parser):
+    parser.addoption("--drafter", metavar="FILE.py:CLASS", help="put a drafter of your own through the whole suite")
+
+
+def pytest_configure(config):
+    """Before the test modules are read, so that every test over KINDS has it."""
+    if config.getoption("--drafter"):
+        path, name = config.getoption("--drafter").rsplit(":", 1)
+        spec = importlib.util.spec_from_file_location("yours", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        YOURS["class"] = getattr(module, name)
+        KINDS.append("yours")
+
+
 def any_drafter(target, kind, seed=0):
+    if kind == "yours":
+        return YOURS["class"](target)
     return tiny_moa(target, int(kind[3:]), seed) if kind.startswith("moa") else scripted(target, kind)
 
 
+YOURS = {}
 KINDS = ["right", "wrong", "noise", "ties", "moa0", "moa1", "moa2"]
 targets = st.builds(
     tiny_target, seed=st.integers(0, 200), n_kv_head=st.sampled_from([1, 2, 4]), tie_embeddings=st.booleans()

@@ -1,5 +1,6 @@
 """Each file as a reader runs it: the demos end well, bad input ends in one line."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,15 @@ def test_bad_input_is_one_line(command):
     done = run(*command)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_readmes_own_drafter_is_exact(tmp_path):
+    """The class that the README shows, through the tests that it says judge it."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    (tmp_path / "mine.py").write_text(code)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_speculative.py", "-k", "yours or max_new_tokens",
+               "--drafter", f"{tmp_path / 'mine.py'}:PromptLookup")  # fmt: skip
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout
 
 
 def test_json_holds_every_number_of_the_table(tmp_path):

@@ -212,7 +212,7 @@ def emission_error(sampling, kind="moa0", seed=0, n=4, k=2, confidence=0.0):
     return distance(distribution(run), plain_distribution(target, [1, 2], n, sampling))
 
 
-@pytest.mark.parametrize("kind", ["moa0", "moa1", "noise", "right", "wrong", "ties"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_sampled_output_has_the_targets_distribution(sampling, kind):
     """The shipped loop, every branch of its randomness walked: exact to rounding, not a statistic."""
