@@ -14,7 +14,7 @@ reads verified tokens only, in training as in drafting, so it never meets a pred
 
 Shapes as in model.py; N = n_target_layers, U = 2 * nkv * hs the width of one layer's [key; value] of a token.
 """
-import math
+import random
 import zlib
 from pathlib import Path
 
@@ -231,37 +231,39 @@ def train(args):
     if not 2 <= low <= high:
         raise UserError(f"--periods takes two numbers, 2 <= low <= high, not {low} {high}")
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
-    rng = torch.Generator().manual_seed(0)
     cache = target.new_cache(batch=args.batch)
+    if args.compile:
+        drafter.compile(), drafter.lsa.compile()
 
-    def losses(ids, patterns, staircase=False):
-        """Mean loss over several patterns of resets on one batch; the target and LSA run once for all of them."""
+    def losses(ids, seed, patterns, staircase=False):
+        """-> mean loss over several random patterns of resets on ids (B, T), the terms and the agreement of the last one.
+        The target and LSA run once for all of them."""
+        rng = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             cache.length, entering = 0, []
-            target_state = target.run_layers(target.model.embed_tokens(ids), cache, states=entering)
-            target_logits = target.lm_head(target_state)
-        memory, total, terms = drafter.memory(cache, target_state), 0.0, {}
+            target_state = target.run_layers(target.model.embed_tokens(ids), cache, states=entering).float()
+            target_logits = target.lm_head(target_state).float()
+        memory, total = [part.float() for part in drafter.memory(cache, target_state)], 0.0  # whatever autocast made of it
         for _ in range(patterns):
             periods = torch.randint(low, high + 1, (len(ids),), generator=rng).to(device)
             last_reset = periodic_resets(periods, ids.size(1))
-            state, entered = drafter(ids, memory, last_reset, staircase)
             mask = last_reset != torch.arange(ids.size(1), device=device)  # drafting never stands on a verified token
-            pair = (entered, entering[-drafter.N]) if drafter.N else ()
-            loss, terms = draft_loss(target.lm_head(state).float(), state.float(), target_logits.float(), target_state.float(),
-                                     mask, *pair, ce_weight=args.ce_weight)  # fmt: skip
+            state, entered = drafter(ids, memory, last_reset, staircase)
+            logits = target.lm_head(state).float()
+            pair = (entered.float(), entering[-drafter.N].float()) if drafter.N else ()
+            loss, terms = draft_loss(logits, state.float(), target_logits, target_state, mask, *pair, ce_weight=args.ce_weight)
             total = total + loss / patterns
-        agree = (target.lm_head(state).argmax(-1) == target_logits.argmax(-1))[mask].float().mean()
-        return total, terms, agree
+        return total, terms, (logits.argmax(-1) == target_logits.argmax(-1))[mask].float().mean()
 
     def loss_at(step, progress):
-        staircase = torch.rand((), generator=rng).item() < 1 - 2 * progress
-        return losses(window_batch(stream, step, args.batch, args.window).to(device), args.patterns, staircase)[0]
+        staircase = random.Random(step).random() < 1 - 2 * progress
+        return losses(window_batch(stream, step, args.batch, args.window).to(device), step, args.patterns, staircase)[0]
 
     @torch.no_grad()
     def report():
         T = min(args.window, len(held_out) // (args.batch + 2))
-        _, terms, agree = losses(window_batch(held_out, 0, args.batch, T).to(device), 1)
-        return f"held-out cross-entropy {terms['cross_entropy']:.3f}, state {terms['state']:.3f}, agreement {agree:.3f}"
+        _, terms, agree = losses(window_batch(held_out, 0, args.batch, T).to(device), 0, 4)
+        return f"held-out cross-entropy {terms['cross_entropy']:.3f} state {terms['state']:.3f} agreement {agree:.3f}"
 
     fit(drafter, loss_at, report, args)
     print(report())

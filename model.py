@@ -563,7 +563,7 @@ def training_arguments(parser, checkpoint):
     add("--data", help="a text file or a folder of them (default: the Python standard library)")
     add("--batch", type=positive(int), default=8, help="windows a step (default: %(default)s)")
     add("--window", type=positive(int), default=512, help="tokens a window (default: %(default)s)")
-    add("--compile", action="store_true", help="torch.compile the target: faster, needs a C++ compiler")
+    add("--compile", action="store_true", help="torch.compile: faster, needs a C++ compiler")
     add("--checkpoint", default=checkpoint, help="where to (default: %(default)s)")
     add("--save-every", type=float, default=5, help="minutes between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint")
