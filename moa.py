@@ -91,7 +91,8 @@ class CA(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 class TruePrefix:
-    """A training stand-in for a KV cache: behind a layer's true keys and values come those computed from predictions."""
+    """A training stand-in for a KV cache: behind the true keys and values of all T tokens come those computed from
+    predictions, 2 T columns that the mask chooses from. Its length stays 0: nothing is cached, nothing is padded."""
 
     def __init__(self, kv):
         self.kv, self.length = kv, 0
@@ -140,7 +141,11 @@ class MoADrafter(nn.Module):
         return self.lsa(kv), kv[kv.size(0) - self.N :]
 
     def observe(self, memory):
-        """Take in the memory of newly verified tokens. Drafts that were rejected fall out of the caches here."""
+        """Take in the memory of newly verified tokens; rejected drafts fall out of the caches here.
+
+        SA's rows depend on tokens alone, so those of accepted drafts stay. TLI's came from predictions: true ones replace
+        them.
+        """
         s, kv = memory
         n, end = self.ca_cache.length, self.ca_cache.length + s.size(1)
         rope = self.target.cos[n:end], self.target.sin[n:end]
@@ -150,15 +155,16 @@ class MoADrafter(nn.Module):
         self.sa_cache.truncate(min(self.sa_cache.length, end))
 
     def propose(self, ids):
-        """ids: every token so far, verified and drafted; the memory holds the first of them -> logits (V,) of the next.
+        """ids: the text so far, drafted tokens included -> logits (V,) of the next one.
 
-        Only tokens that SA has not seen are computed, so a token accepted without having been fed here leaves no hole.
+        ids are one more than the memory holds, or than at the last call. SA computes all tokens that it has not seen, so
+        that one accepted without having been fed here leaves no hole; CA and TLI compute the newest.
         """
         target, n = self.target, self.sa_cache.length
         new = torch.tensor([ids[n:]], device=target.lm_head.weight.device)
         x = run_blocks([self.sa], target.model.embed_tokens(new), (target.cos, target.sin), self.sa_cache)
-        first = self.tli_cache.length if self.N else len(ids) - 1  # TLI wants every unverified token, else only the last
-        x, rope = x[:, first - len(ids) :], (target.cos[first : len(ids)], target.sin[first : len(ids)])
+        at = slice(len(ids) - 1, len(ids))
+        x, rope = x[:, -1:], (target.cos[at], target.sin[at])
         k, v = self.ca_cache.layers[0]
         x = self.ca(x, k[:, :, : self.ca_cache.length], v[:, :, : self.ca_cache.length], rope)
         if self.N:
@@ -231,6 +237,7 @@ def train(args):
     if not 2 <= low <= high:
         raise UserError(f"--periods takes two numbers, 2 <= low <= high, not {low} {high}")
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
+    window_batch(stream, 0, args.batch, args.window)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
     if args.compile:
         drafter.compile(), drafter.lsa.compile()
@@ -241,7 +248,7 @@ def train(args):
         rng = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             cache.length, entering = 0, []
-            target_state = target.run_layers(target.model.embed_tokens(ids), cache, states=entering).float()
+            target_state = target.states(ids, cache, entering=entering).float()
             target_logits = target.lm_head(target_state).float()
         memory, total = [part.float() for part in drafter.memory(cache, target_state)], 0.0  # whatever autocast made of it
         for _ in range(patterns):
@@ -265,9 +272,9 @@ def train(args):
         _, terms, agree = losses(window_batch(held_out, 0, args.batch, T).to(device), 0, 4)
         return f"held-out cross-entropy {terms['cross_entropy']:.3f} state {terms['state']:.3f} agreement {agree:.3f}"
 
-    fit(drafter, loss_at, report, args)
+    fit(drafter, loss_at, report, args, identity=["moa", target_id(target), args.target_layers])
     print(report())
-    save_weights(folder / args.name, drafter, settings=drafter.settings, target=target_id(target))
+    save_weights(folder / args.drafter, drafter, settings=drafter.settings, target=target_id(target))
 
 def target_id(target):
     """A number that tells one trained target from another."""
@@ -301,7 +308,7 @@ def agreement(target, drafter, ids, start, horizon=8):
     T, period = len(ids), horizon + 1
     idx = torch.tensor([ids], device=target.lm_head.weight.device)
     cache = target.new_cache()
-    states = target.run_layers(target.model.embed_tokens(idx), cache)
+    states = target.states(idx, cache)
     want = target.lm_head(states)[0].argmax(-1)
     memory = drafter.memory(cache, states)
     i = torch.arange(T, device=idx.device)
@@ -318,7 +325,7 @@ def agreement(target, drafter, ids, start, horizon=8):
 
 def main():
     parser = arguments(__doc__, "demo", "train")
-    parser.add_argument("--drafter", default="moa.pt", dest="name", help="file in the weights folder (default %(default)s)")
+    parser.add_argument("--drafter", default="moa.pt", help="file in the weights folder (default: %(default)s)")
     training_arguments(parser, checkpoint="drafter.ckpt")
     parser.add_argument("--target-layers", type=int, default=0, help="N: frozen target layers that finish a draft")
     parser.add_argument("--periods", type=int, nargs=2, default=(3, 8), help="range of tokens between verifications")
@@ -328,15 +335,17 @@ def main():
     if args.command == "train":
         return train(args)
     target, enc = load_target(args.weights, args.device)
-    drafter = load_drafter(target, Path(args.weights) / args.name)
-    draw_masks()
+    drafter = load_drafter(target, Path(args.weights) / args.drafter)
     ids = encode_prompts(args, enc)[0]
     text = ids + list(generate(target, ids, args.max_new_tokens, eot=enc.eot_token))
+    if len(text) < 12:
+        raise UserError("the anatomy needs a text of 12 tokens: a longer --prompt, or more --max-new-tokens")
+    draw_masks()
 
     print("\nIn drafting, 8 verified tokens and 4 drafted ones (what the caches really hold):\n")
     with torch.inference_mode():
         cache = target.new_cache()
-        states = target.run_layers(target.model.embed_tokens(torch.tensor([text[:8]], device=args.device)), cache)
+        states = target.states(torch.tensor([text[:8]], device=args.device), cache)
         drafter.reset()
         drafter.observe(drafter.memory(cache, states))
         for n in range(9, 13):

@@ -23,46 +23,7 @@ PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!
 class UserError(Exception):
     """Bad input from the person at the terminal; every demo prints it as one line."""
 
-# ---- Text: a corpus that everyone has, and its byte-pair encoding ----------------------------------------------------
-
-def read_corpus(path=None):
-    """-> (training documents, held-out documents), lists of str, one a file. Raises UserError.
-
-    Default: the Python standard library's own sources, tests included, generated tables left out. A module that is not a
-    test is held out when a hash of its name says so, about one in twenty. Any other file or folder: likewise by name.
-    """
-    root = Path(path or sysconfig.get_paths()["stdlib"])
-    skip = set() if path else {"site-packages", "dist-packages", "encodings", "pydoc_data"}
-    train, held_out = [], []
-    for file in [root] if root.is_file() else sorted(root.rglob("*" if path else "*.py")):
-        name = file.relative_to(root if root.is_dir() else root.parent)
-        if not file.is_file() or skip & set(name.parts):
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):  # a few of Python's tests are deliberately not UTF-8
-            continue
-        is_test = not path and {"test", "tests", "idle_test"} & set(name.parts)
-        (train if is_test or zlib.crc32(name.as_posix().encode()) % 20 else held_out).append(text)
-    if not train or not held_out:  # too few files to choose from: hold out the end of the text instead
-        text = "\n".join(train + held_out)
-        train, held_out = [text[: len(text) * 19 // 20]], [text[len(text) * 19 // 20 :]]
-    if sum(map(len, held_out)) < 1000:
-        raise UserError(f"{root}: found too little UTF-8 text to train on; --data takes a file or folder of 20 kB and more")
-    return train, held_out
-
-def train_tokenizer(documents, path, vocab_size=2048, sample=1_000_000):
-    """Learn a BPE from `sample` characters taken all over the documents; write it in tiktoken's rank format."""
-    from tiktoken._educational import bpe_train
-
-    text, rng = "\n".join(documents), random.Random(0)
-    if len(text) > sample:
-        text = "".join(text[i : i + 2000] for i in (rng.randrange(len(text) - 2000) for _ in range(sample // 2000)))
-    try:
-        ranks = bpe_train(text, vocab_size - 1, PATTERN, visualise=None)
-    except ValueError:  # no pair left to merge
-        raise UserError(f"{len(text)} characters are too little text for a vocabulary of {vocab_size}") from None
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+# ---- Text ------------------------------------------------------------------------------------------------------------
 
 def load_tokenizer(path=WEIGHTS / "tokenizer.tiktoken"):
     """-> tiktoken.Encoding: ranks 0..n-1 from the file, <|endoftext|> is n. Never touches a network. Raises UserError.
@@ -71,7 +32,7 @@ def load_tokenizer(path=WEIGHTS / "tokenizer.tiktoken"):
     """
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; `python model.py train` makes it") from None
     except ValueError:
@@ -222,21 +183,21 @@ def additive(mask, dtype):
     """Boolean mask, True = may see -> what is added to attention scores: 0 or -inf."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
 
-def run_blocks(blocks, x, rope, cache=None, positions=None, mask=None, states=None):
+def run_blocks(blocks, x, rope, cache=None, positions=None, mask=None, entering=None):
     """x (B, T, C) through transformer blocks, behind the n tokens that `cache` holds; they are added to it.
 
     positions (T,): those of the new tokens, by default n..n+T-1. mask (..., T, T) bool: which new token sees which other,
-    by default causal; all see the n cached ones. states: a list, gets the state entering each block.
+    by default causal; all see the n cached ones. entering: a list, gets the state entering each block.
     """
     T, n = x.size(1), cache.length if cache else 0
     rope = [table[n : n + T] if positions is None else table[positions] for table in rope]
-    causal, bias = mask is None and n == 0 and T > 1, None
-    if mask is not None or (T > 1 and not causal):  # is_causal would align its triangle to the wrong corner
+    causal, bias = mask is None and n == 0, None
+    if mask is not None or (n and T > 1):  # is_causal would align its triangle to the wrong corner
         mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
         bias = F.pad(additive(mask, x.dtype), (n, 0))  # (..., T, n + T)
     for i, block in enumerate(blocks):
-        if states is not None:
-            states.append(x)
+        if entering is not None:
+            entering.append(x)
         x = block(x, rope, bias, causal, cache, i)
     if cache:
         cache.length += T
@@ -264,14 +225,18 @@ class GPT(nn.Module):
         c = self.config
         return KVCache(c.n_layer - first_layer, c.n_kv_head, c.n_embd // c.n_head, c.block_size, self.lm_head.weight, batch)
 
-    def run_layers(self, x, cache=None, positions=None, mask=None, first_layer=0, states=None):
-        """Layers first_layer..L-1 and the final norm, (B, T, C) -> (B, T, C). The arguments are run_blocks's."""
-        blocks = self.model.layers[first_layer:] if first_layer else self.model.layers
-        return self.model.norm(run_blocks(blocks, x, (self.cos, self.sin), cache, positions, mask, states))
+    def run_layers(self, x, cache=None, positions=None, mask=None, entering=None, first_layer=0):
+        """Layers first_layer..L-1 and the final norm, (B, T, C) -> (B, T, C). The other arguments are run_blocks's."""
+        blocks = self.model.layers[first_layer:]
+        return self.model.norm(run_blocks(blocks, x, (self.cos, self.sin), cache, positions, mask, entering))
 
-    def forward(self, idx, cache=None, positions=None, mask=None):
+    def states(self, idx, *args, **kwargs):
+        """idx (B, T) -> the final normed states (B, T, C), which lm_head turns into logits."""
+        return self.run_layers(self.model.embed_tokens(idx), *args, **kwargs)
+
+    def forward(self, idx, *args, **kwargs):
         """idx (B, T) -> logits (B, T, V)."""
-        return self.lm_head(self.run_layers(self.model.embed_tokens(idx), cache, positions, mask))
+        return self.lm_head(self.states(idx, *args, **kwargs))
 
 # ---- Plain decoding --------------------------------------------------------------------------------------------------
 
@@ -314,7 +279,7 @@ class Random:
     """All the randomness of decoding: a seed and two primitives, so that a test can put an enumerating source in its place."""
 
     def __init__(self, seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed % 2**63)
 
     def uniform(self):
         return torch.rand((), generator=self.generator, dtype=torch.float64).item()  # in [0, 1)
@@ -345,7 +310,7 @@ def generate(target, ids, max_new_tokens, sampling=Sampling(), rng=None, eot=Non
     rng, cache, new = rng or Random(), target.new_cache(), ids
     for _ in range(check_prompt(target.config, ids, max_new_tokens)):
         idx = torch.tensor([new], device=target.lm_head.weight.device)
-        token = rng.draw(sampling(target.lm_head(target.run_layers(target.model.embed_tokens(idx), cache)[0, -1])))
+        token = rng.draw(sampling(target.lm_head(target.states(idx, cache)[0, -1])))
         yield token
         if token == eot:
             return
@@ -363,10 +328,17 @@ def generate_naive(target, ids, max_new_tokens, sampling=Sampling(), rng=None, e
 
 # ---- Weights and prompts on disk -------------------------------------------------------------------------------------
 
+def save(path, content):
+    """torch.save, whole or not at all."""
+    with open(f"{path}.new", "wb") as file:
+        torch.save(content, file)
+    os.replace(f"{path}.new", path)
+
 def save_weights(path, module, **meta):
-    """A module's own weights in fp16, and plain values beside them."""
-    weights = {name: p.detach().cpu().half() for name, p in module.state_dict().items()}
-    torch.save({**meta, "weights": weights}, path)
+    """A module's own weights in fp16 (tied ones once), and plain values beside them."""
+    half = {}
+    weights = {name: half.setdefault(p.data_ptr(), p.detach().cpu().half()) for name, p in module.state_dict().items()}
+    save(path, {**meta, "weights": weights})
 
 def load_weights(path, build, hint):
     """-> (build(saved) with the saved weights, frozen; saved). Raises UserError for a missing, damaged or strange file."""
@@ -396,15 +368,17 @@ def fingerprint(enc):
 
 def pick_device(name):
     try:
-        return torch.empty(0, device=name).device
+        torch.zeros(1, device=name).cpu()
+        return torch.device(name)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"device {name!r} cannot be used here: {str(e).splitlines()[0]}") from None
 
-def write_prompts(path, documents, enc, n=20, length=64):
-    """Held-out prompts as plain text, so that every machine decodes the same: `length` tokens from each of n documents."""
-    rng, prompts = random.Random(0), []
-    for document in sorted(documents, key=len)[-n:]:
-        ids = enc.encode_ordinary(document)
+def write_prompts(path, documents, enc, length, n=20):
+    """Held-out prompts as plain text, so that every machine decodes the same: `length` tokens from each of n documents, or
+    several from each of fewer."""
+    rng, prompts, documents = random.Random(0), [], sorted(documents, key=len)[-n:]
+    for i in range(n):
+        ids = enc.encode_ordinary(documents[i % len(documents)])
         start = rng.randrange(max(1, len(ids) - length))
         prompts.append(enc.decode(ids[start : start + length]))
     path.write_text(f"\n{EOT}\n".join(prompts), encoding="utf-8")
@@ -415,10 +389,49 @@ def encode_prompts(args, enc):
     if args.prompt is None:
         if not path.exists():
             raise UserError(f"{path}: no such file; `python model.py train` makes it, or give a --prompt")
-        texts = path.read_text(encoding="utf-8").split(f"\n{EOT}\n")
+        texts = path.read_text(encoding="utf-8", errors="replace").split(f"\n{EOT}\n")
     return [enc.encode_ordinary(text) or [enc.eot_token] for text in texts]
 
 # ---- Training --------------------------------------------------------------------------------------------------------
+
+def read_corpus(path=None):
+    """-> (training documents, held-out documents), lists of str, one a file. Raises UserError.
+
+    Default: the Python standard library's own sources, tests included, generated tables left out. A module that is not a
+    test is held out when a hash of its name says so, about one in twenty. Any other file or folder: likewise by name.
+    """
+    root = Path(path or sysconfig.get_paths()["stdlib"])
+    skip = set() if path else {"site-packages", "dist-packages", "encodings", "pydoc_data"}
+    train, held_out = [], []
+    for file in [root] if root.is_file() else sorted(root.rglob("*" if path else "*.py")):
+        name = file.relative_to(root if root.is_dir() else root.parent)
+        if not file.is_file() or skip & set(name.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # a few of Python's tests are deliberately not UTF-8
+            continue
+        is_test = not path and {"test", "tests", "idle_test"} & set(name.parts)
+        (train if is_test or zlib.crc32(name.as_posix().encode()) % 20 else held_out).append(text)
+    if not train or sum(map(len, held_out)) < 1000:  # too few files to choose from: hold out the end of the text instead
+        text = "\n".join(train + held_out)
+        train, held_out = [text[: len(text) * 19 // 20]], [text[len(text) * 19 // 20 :]]
+    if len(held_out[0]) < 1000 and len(held_out) == 1:
+        raise UserError(f"{root}: found too little UTF-8 text to train on; --data takes a file or folder of 20 kB and more")
+    return train, held_out
+
+def train_tokenizer(documents, path, vocab_size=2048, sample=1_000_000):
+    """Learn a BPE from `sample` characters taken all over the documents; write it in tiktoken's rank format."""
+    from tiktoken._educational import bpe_train
+
+    text, rng = "\n".join(documents), random.Random(0)
+    if len(text) > sample:
+        text = "".join(text[i : i + 2000] for i in (rng.randrange(len(text) - 2000) for _ in range(sample // 2000)))
+    try:
+        ranks = bpe_train(text, vocab_size - 1, PATTERN, visualise=None)
+    except ValueError:  # no pair left to merge
+        raise UserError(f"{len(text)} characters are too little text for a vocabulary of {vocab_size}") from None
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
 
 def tokenize(documents, enc):
     """-> (n,) int32: the ids of all documents, <|endoftext|> behind each."""
@@ -446,8 +459,9 @@ def autocast(device):
     fast = min(seconds(torch.bfloat16) for _ in range(5)) < 0.5 * min(seconds(torch.float32) for _ in range(5))
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
-def fit(module, loss_at, report, args):
-    """Minimise loss_at(step, progress) for args.minutes; with args.resume, go on from args.checkpoint.
+def fit(module, loss_at, report, args, identity):
+    """Minimise loss_at(step, progress) for args.minutes; with args.resume, go on from args.checkpoint, if it is of the same
+    `identity` (a list of plain values). Raises UserError.
 
     The blocks' matrices are trained by Muon where its bfloat16 iterations are fast, all else by AdamW. Learning rates rise
     in 20 steps, stay, and fall linearly to zero over the last 70% of the time.
@@ -462,23 +476,26 @@ def fit(module, loss_at, report, args):
         optimizers = [torch.optim.AdamW(matrices, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)]
     optimizers.append(torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0))
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    step, spent, tokens = 0, 0.0, 0
+    identity, step, spent, tokens = [*identity, type(optimizers[0]).__name__], 0, 0.0, 0
     if args.resume:
         try:
             saved = torch.load(args.checkpoint, map_location=others[0].device, weights_only=True)
-            module.load_state_dict(saved["module"])
-            for optimizer, state in zip(optimizers, saved["optimizers"]):
-                optimizer.load_state_dict(state)
-            step, spent = saved["step"], saved["spent"]
-        except Exception as e:
-            raise UserError(f"{args.checkpoint}: no checkpoint of this run to resume from ({type(e).__name__})") from None
-    start = reported = written = time.time()
-    start -= spent
+        except Exception as e:  # torch raises half a dozen types for a damaged file
+            raise UserError(f"{args.checkpoint}: no checkpoint to resume from ({type(e).__name__})") from None
+        if saved.get("identity") != identity:
+            raise UserError(f"{args.checkpoint}: of another run ({saved.get('identity')}, not {identity}); train without --resume")
+        module.load_state_dict(saved["module"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
+        step, spent = saved["step"], saved["spent"]
+    reported, written, start = time.time(), 0.0, time.time() - spent
     while (spent := time.time() - start) < args.minutes * 60:
         for optimizer, peak in zip(optimizers, peaks):
             optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20, (1 - spent / (args.minutes * 60)) / 0.7)
         with precision:
             loss = loss_at(step, spent / (args.minutes * 60))
+        if not math.isfinite(loss.item()):
+            raise UserError(f"the loss became {loss.item()} at step {step}; the last checkpoint is {args.checkpoint}")
         module.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(matrices + others, 1.0)
@@ -491,9 +508,9 @@ def fit(module, loss_at, report, args):
             print(f"step {step}  loss {loss.item():.3f}  {line}  {tokens / (time.time() - reported):.0f} tokens/s  "
                   f"{args.minutes - spent / 60:.1f} min left", flush=True)  # fmt: skip
             reported, tokens = time.time(), 0
-        if time.time() - written > args.save_every * 60:
-            states = [optimizer.state_dict() for optimizer in optimizers]
-            torch.save({"module": module.state_dict(), "optimizers": states, "step": step, "spent": spent}, args.checkpoint)
+        if time.time() - written > args.save_every * 60:  # after the first step too: a bad path shows at once
+            save(args.checkpoint, {"identity": identity, "module": module.state_dict(), "step": step, "spent": spent,
+                                   "optimizers": [optimizer.state_dict() for optimizer in optimizers]})  # fmt: skip
             written = time.time()
 
 @torch.inference_mode()
@@ -510,13 +527,15 @@ def held_out_loss(target, stream, enc, windows=None):
 def train(args):
     """Train the target; first what it stands on, the tokenizer (if the folder has none) and the held-out prompts."""
     device, folder = pick_device(args.device), Path(args.weights)
+    if args.window < 4:
+        raise UserError(f"--window must be >= 4, not {args.window}")
     documents, held_out = read_corpus(args.data)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer.tiktoken").exists():
         print("training the tokenizer: once, about ten minutes", flush=True)
         train_tokenizer(documents, folder / "tokenizer.tiktoken")
     enc = load_tokenizer(folder / "tokenizer.tiktoken")
-    write_prompts(folder / "prompts.txt", held_out, enc)
+    write_prompts(folder / "prompts.txt", held_out, enc, length=min(64, args.window // 2))
     stream, held_out = tokenize(documents, enc), tokenize(held_out, enc)
     torch.manual_seed(0)
     target = GPT(GPTConfig(vocab_size=enc.n_vocab, block_size=args.window)).to(device)
@@ -529,7 +548,7 @@ def train(args):
     def report(windows=20):
         return "held-out {:.3f} nats/token {:.3f} bits/byte".format(*held_out_loss(target, held_out, enc, windows))
 
-    fit(target, loss_at, report, args)
+    fit(target, loss_at, report, args, identity=["target", fingerprint(enc), args.window])
     save_weights(folder / "target.pt", target, config=asdict(target.config), tokenizer=fingerprint(enc))
     print(report(windows=None))
 
@@ -540,7 +559,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help shows what there is")
 
 def positive(kind):
-    """An argument type: `kind`, and > 0."""
+    """-> an argument type: `kind`, and > 0."""
     def parse(text):
         if not kind(text) > 0:
             raise argparse.ArgumentTypeError(f"must be > 0, not {text}")
@@ -570,14 +589,16 @@ def training_arguments(parser, checkpoint):
 
 def cli(main):
     """Run a demo; what a person can cause ends in one clear line, not in a traceback."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
         main()
-    except UserError as e:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output went away
+        os._exit(1)
+    except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away
-        os._exit(1)
 
 def main():
     parser = arguments(__doc__, "demo", "train", "eval")

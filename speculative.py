@@ -7,6 +7,7 @@
 Throughout, p is the target's distribution, q the drafter's, k the draft length. A cycle is one draft and its verification;
 tau is the tokens emitted a cycle, the target's own token included.
 """
+import itertools
 import json
 import platform
 import statistics
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from model import Random, Sampling, UserError, arguments, check_prompt, cli, encode_prompts, generate, load_target, positive
+from model import Random, Sampling, UserError, arguments, check_prompt, cli, decode_stream, encode_prompts, generate, load_target, positive
 from moa import load_drafter
 
 @dataclass
@@ -33,11 +34,13 @@ class Cycle:
 def speculate(target, drafter, ids, max_new_tokens, draft_length=5, sampling=Sampling(), confidence=0.0, rng=None, eot=None):
     """Yield a Cycle at a time; the emitted tokens together are distributed exactly as plain decoding's.
 
-    At temperature 0 they are the same tokens. The first Cycle is the prefill, with an empty draft. Between cycles the
-    target's cache holds exactly the committed tokens but the last, and the drafter has seen activations of those alone.
-    A draft ends early once the product of the drafter's probabilities for it is below `confidence`; the token that brought
-    it there stays, since dropping a token for what it is would bias the output. Ends after `eot`, at max_new_tokens or
-    where block_size ends. Raises UserError for a prompt or setting that cannot be decoded.
+    At temperature 0 they are the same tokens. The first Cycle is the prefill, with an empty draft. In "a b c | x y z", with
+    c the last committed token and x y z a draft, c has been emitted but not yet read by the target: its cache, and the
+    drafter's memory, end at b. The pass reads c x y z; its row for c judges x, its row for z gives one token more.
+
+    A draft ends early once the product of the drafter's probabilities for it (before temperature, top-k and top-p) is below
+    `confidence`; the token that brought it there stays, since dropping a token for what it is would bias the output. Ends
+    after `eot`, at max_new_tokens or where block_size ends. Raises UserError for what cannot be decoded.
     """
     if draft_length < 0 or not 0 <= confidence <= 1:
         raise UserError(f"draft-length must be >= 0 and confidence in [0, 1], not {draft_length} and {confidence}")
@@ -61,7 +64,7 @@ def speculate(target, drafter, ids, max_new_tokens, draft_length=5, sampling=Sam
 
         # 2. Verify: one pass of the target over what it has not read yet gives p at every position of the draft, and after.
         new = torch.tensor([ids[fed:] + draft], device=device)
-        states = target.run_layers(target.model.embed_tokens(new), cache)  # (1, T, C)
+        states = target.states(new, cache)  # (1, T, C)
         logits = target.lm_head(states[0, -len(draft) - 1 :])  # (len(draft) + 1, V)
         clock.lap("verify")
 
@@ -103,7 +106,7 @@ def accept(draft, q, p, rng):
     return len(draft), rng.draw(p[len(draft)])
 
 def residual(p, q):
-    """(p - q)^+ normalised; p itself where rounding leaves nothing of it (p and q are equal then, and no token rejected)."""
+    """(p - q)^+ normalised; p itself where rounding leaves nothing of it (the rejection was rounding then)."""
     rest = (p - q).clamp(min=0)
     total = rest.sum()
     return rest / total if total > 0 else p
@@ -123,15 +126,18 @@ class Stopwatch:
 
 def trace(enc, prompt, cycles, colour):
     """Yield the text of a run with its decisions: accepted drafts, the rejected token struck out, the target's own token."""
-    accepted, rejected, own = ("\033[32m{}\033[0m", "\033[31;9m{}\033[0m", "\033[1;34m{}\033[0m") if colour else ("{}", "[-{}-]", "{{+{}+}}")
+    accepted, rejected, own = ("{}", "[-{}-]", "{{+{}+}}")
+    if colour:
+        accepted, rejected, own = "\033[32m{}\033[0m", "\033[31;9m{}\033[0m", "\033[1;34m{}\033[0m"
     yield enc.decode(prompt)
+    pieces = decode_stream(enc, [token for cycle in cycles for token in cycle.emitted])
     for cycle in cycles:
-        for token in cycle.emitted[: cycle.accepted]:
-            yield accepted.format(enc.decode([token]))
-        if len(cycle.emitted) > cycle.accepted:
-            for token in cycle.draft[cycle.accepted :][:1]:
-                yield rejected.format(enc.decode([token]))
-            yield own.format(enc.decode([cycle.emitted[-1]]))
+        for i, piece in enumerate(itertools.islice(pieces, len(cycle.emitted))):
+            if i < cycle.accepted:
+                yield accepted.format(piece)
+            else:
+                yield from (rejected.format(enc.decode([token])) for token in cycle.draft[i : i + 1])
+                yield own.format(piece)
 
 def near_tie(target, prompt, a, b, gap=1e-4):
     """Whether two greedy continuations part where float32 rounding may decide: their logits there are less than gap apart."""
@@ -144,8 +150,7 @@ def near_tie(target, prompt, a, b, gap=1e-4):
 def measure(target, drafter, prompts, enc, args, sampling):
     """Decode each prompt plainly, then speculatively. -> list of dicts, one a prompt."""
     settings = dict(draft_length=args.draft_length, confidence=args.confidence)
-    for decode in (generate, lambda *a: speculate(a[0], drafter, *a[1:], **settings)):
-        list(decode(target, prompts[0], min(16, args.max_new_tokens)))  # warm up
+    list(generate(target, prompts[0], 8)), list(speculate(target, drafter, prompts[0], 16, **settings))  # warm up
     runs = []
     for n, prompt in enumerate(prompts):
         common = dict(sampling=sampling, eot=enc.eot_token)
@@ -201,6 +206,7 @@ def table(result):
 
 def main():
     parser = arguments(__doc__, "demo")
+    parser.add_argument("--drafter", default="moa.pt", help="file in the weights folder (default: %(default)s)")
     parser.add_argument("--draft-length", type=int, default=5, help="k (default %(default)s)")
     parser.add_argument("--confidence", type=float, default=0.0, help="end a draft below this probability (default: never)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -210,11 +216,11 @@ def main():
     parser.add_argument("--prompts", type=positive(int), help="use only the first so many held-out prompts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number of the table here")
     args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"{args.json.parent}: no such folder for --json")
+    if args.json:
+        args.json.open("a").close()  # a bad path shows at once
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     target, enc = load_target(args.weights, args.device)
-    drafter = load_drafter(target, Path(args.weights) / "moa.pt")
+    drafter = load_drafter(target, Path(args.weights) / args.drafter)
     prompts = encode_prompts(args, enc)[: args.prompts]
 
     runs = measure(target, drafter, prompts, enc, args, sampling)

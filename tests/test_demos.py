@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +25,7 @@ def run(*command, cwd=ROOT):
 ])  # fmt: skip
 def test_demos(command, says):
     done = run(*command)
-    assert done.returncode == 0 and says in done.stdout and not done.stderr, done.stderr
+    assert done.returncode == 0 and says in done.stdout and "NO" not in done.stdout and not done.stderr, done.stderr
     assert "\033" not in done.stdout  # no colour where there is no terminal
 
 
@@ -35,7 +36,10 @@ def test_demos(command, says):
     ["speculative.py", "--device", "toaster"], ["speculative.py", "--json", "no/such/folder/x.json"],
     ["speculative.py", "--confidence", "7"], ["model.py", "train", "--data", "nowhere"], ["model.py", "train", "--batch", "0"],
     ["model.py", "train", "--minutes", "-1"], ["moa.py", "train", "--target-layers", "99"], ["moa.py", "--drafter", "nothing.pt"],
-    ["moa.py", "train", "--periods", "5", "2"], ["moa.py", "train", "--resume", "--checkpoint", "none"],
+    ["moa.py", "train", "--periods", "5", "2"], ["moa.py", "--prompt", "x", "--max-new-tokens", "2"],
+    ["model.py", "--weights", "README.md"], ["speculative.py", "--json", "weights"], ["model.py", "nonsense"],
+    ["speculative.py", "--colour"], ["model.py", "train", "--window", "1"], ["moa.py", "train", "--batch", "1000000"],
+    ["moa.py", "train", "--data", "model.py", "--batch", "1", "--checkpoint", "no/such/folder/x"], ["moa.py", "train", "--resume", "--checkpoint", "none"],
 ])  # fmt: skip
 def test_bad_input_is_one_line(command):
     done = run(*command)
@@ -47,7 +51,7 @@ def test_the_readmes_own_drafter_is_exact(tmp_path):
     """The class that the README shows, through the tests that it says judge it."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
     (tmp_path / "mine.py").write_text(code)
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_speculative.py", "-k", "yours or max_new_tokens",
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_speculative.py", "-k", "yours or cache_holds or max_new_tokens",
                "--drafter", f"{tmp_path / 'mine.py'}:PromptLookup")  # fmt: skip
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout
 
@@ -62,17 +66,22 @@ def test_json_holds_every_number_of_the_table(tmp_path):
 
 
 def test_trains_resumes_and_decodes_what_it_trained(tmp_path):
-    """On a small text: target and drafter, a resumed run, and the loop over the new weights."""
+    """On a small text: target and drafter, a resumed run that goes on counting, one that must not, and the loop over it."""
     (tmp_path / "text").write_text("".join(f"line {i} of a text about {i % 7} cats\n" for i in range(3000)))
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "tokenizer.tiktoken").write_text((ROOT / "weights" / "tokenizer.tiktoken").read_text())
-    common = ["--data", tmp_path / "text", "--weights", weights, "--batch", "2", "--window", "64"]
-    for command in (["model.py", "train"], ["moa.py", "train"]):
-        common_ = [*command, *common, "--checkpoint", tmp_path / "ckpt", "--save-every", "0"]
-        done = run(*common_, "--minutes", "0.02")
+    common = ["--data", tmp_path / "text", "--weights", weights, "--batch", "2", "--window", "64", "--save-every", "0"]
+    steps = lambda: torch.load(tmp_path / "ckpt", weights_only=True)["step"]
+    for file in ("model.py", "moa.py"):
+        command = [file, "train", *common, "--checkpoint", tmp_path / "ckpt"]
+        done = run(*command, "--minutes", "0.02")
         assert done.returncode == 0, done.stderr
-        done = run(*common_, "--minutes", "0.04", "--resume")
-        assert done.returncode == 0 and "held-out" in done.stdout, done.stderr
-    done = run("speculative.py", "--weights", weights, "--max-new-tokens", "12")
+        before = steps()
+        done = run(*command, "--minutes", "0.06", "--resume")
+        assert done.returncode == 0 and "held-out" in done.stdout and steps() > before, done.stderr
+    done = run("model.py", "train", *common, "--checkpoint", tmp_path / "ckpt", "--resume")
+    assert done.returncode != 0 and "another run" in done.stderr
+    done = run("speculative.py", "--weights", weights, "--max-new-tokens", "12", "--json", tmp_path / "out.json")
     assert done.returncode == 0 and "identical: yes" in done.stdout, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["tau"] >= 1

@@ -55,7 +55,7 @@ def test_golden_numbers_of_the_authors_code(N, monkeypatch):
     ids, mask = torch.tensor(z["ids"]), torch.tensor(z["response_mask"])
     with torch.no_grad():
         cache, entering = target.new_cache(batch=2), []
-        target_state = target.run_layers(target.model.embed_tokens(ids), cache, states=entering)
+        target_state = target.states(ids, cache, entering=entering)
         target_logits = target.lm_head(target_state)
         same(target_logits, "target_logits"), same(target_state, "target_last_hidden")
         same(cache.kv[:, :, :, :20], "kv")
@@ -84,14 +84,14 @@ def test_training_computes_what_drafting_does(target, N, period, ids):
     """Each block of the parallel pass against the drafter, step by step, that has verified up to the block's reset."""
     drafter, idx = tiny_moa(target, N), torch.tensor([ids])
     cache = target.new_cache()
-    states = target.run_layers(target.model.embed_tokens(idx), cache)
+    states = target.states(idx, cache)
     state, _ = drafter(idx, drafter.memory(cache, states), periodic_resets(torch.tensor([period]), len(ids)))
     parallel = target.lm_head(state)[0]
     with torch.inference_mode():
         for reset in range(0, len(ids) - 1, period):
             drafter.reset()
             cache = target.new_cache()
-            states = target.run_layers(target.model.embed_tokens(idx[:, : reset + 1]), cache)
+            states = target.states(idx[:, : reset + 1], cache)
             drafter.observe(drafter.memory(cache, states))
             for i in range(reset + 1, min(reset + period, len(ids))):
                 assert torch.allclose(drafter.propose(ids[: i + 1]), parallel[i], atol=1e-9)
@@ -102,7 +102,7 @@ def test_memory_in_pieces_equals_memory_at_once(target, ids, N):
     """LSA mixes layers, never tokens."""
     drafter, cache, pieces = tiny_moa(target, N), target.new_cache(), []
     for i in ids:
-        states = target.run_layers(target.model.embed_tokens(torch.tensor([[i]])), cache)
+        states = target.states(torch.tensor([[i]]), cache)
         pieces.append(drafter.memory(cache, states))
     s, kv = drafter.memory(cache, torch.zeros(1, len(ids), 16))
     assert torch.allclose(torch.cat([piece[0] for piece in pieces], 1), s, atol=1e-9)
@@ -115,7 +115,7 @@ def test_what_a_query_may_depend_on(N, at, period, staircase):
     target = tiny_target(6)
     drafter, ids = tiny_moa(target, N), torch.randint(17, (1, 12), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache()
-    memory = drafter.memory(cache, target.run_layers(target.model.embed_tokens(ids), cache))
+    memory = drafter.memory(cache, target.states(ids, cache))
     resets = periodic_resets(torch.tensor([period]), 12)
     run = lambda ids, memory: drafter(ids, memory, resets, staircase)[0][0]
     before = run(ids, memory)
@@ -167,7 +167,7 @@ def test_gradients_reach_the_drafter_and_not_the_target():
         drafter, ids = tiny_moa(target, N).requires_grad_(True), torch.randint(17, (2, 12))
         with torch.no_grad():
             cache = target.new_cache(batch=2)
-            states = target.run_layers(target.model.embed_tokens(ids), cache)
+            states = target.states(ids, cache)
         state, _ = drafter(ids, drafter.memory(cache, states), periodic_resets(torch.tensor([3, 4]), 12))
         state.square().sum().backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
@@ -176,7 +176,7 @@ def test_gradients_reach_the_drafter_and_not_the_target():
 
 
 def test_agreement_counts_by_distance():
-    """A drafter that copies the target's states agrees always; one that is right at distance 1 only, there only."""
+    """A drafter that copies the target's states agrees always; one that is right up to distance 2, there only."""
     target = tiny_target(0)
 
     class Copy(MoADrafter):

@@ -1,5 +1,4 @@
 """Exactness: greedy output equals plain decoding, sampled output has plain decoding's distribution, and nothing leaks."""
-import itertools
 
 import pytest
 import torch
@@ -8,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import speculative
-from model import GPT, GPTConfig, Random, Sampling, UserError, generate, generate_naive
-from speculative import accept, near_tie, residual, speculate
+from model import Random, Sampling, UserError, generate, generate_naive, load_tokenizer
+from speculative import Cycle, accept, near_tie, residual, speculate, summarise, table, trace
 
 
 def tokens(cycles):
@@ -137,7 +136,7 @@ def test_drafter_state_after_any_cycles_is_that_of_a_fresh_one(target, prompt, n
             poison(cache)
         with torch.inference_mode():
             cache = target.new_cache()
-            states = target.run_layers(target.model.embed_tokens(torch.tensor([ids[:-1]])), cache)
+            states = target.states(torch.tensor([ids[:-1]]), cache)
             fresh.reset()
             fresh.observe(fresh.memory(cache, states))
             want = fresh.propose(ids)
@@ -224,6 +223,19 @@ def test_early_stop_keeps_the_distribution():
         assert emission_error(Sampling(1.0), "noise", seed=1, confidence=confidence) <= 1e-12
 
 
+def test_sampled_output_ends_at_eot():
+    """As plain decoding: a text that holds the end stops there, with the mass of all that could have followed."""
+    target = tiny_target(1, vocab_size=3, tie_embeddings=False)
+    target.lm_head.weight.data /= 20
+    sampling, drafter = Sampling(1.0), tiny_moa(target)
+    want = {}
+    for text, mass in plain_distribution(target, [1, 2], 4, sampling).items():
+        text = text[: text.index(2) + 1] if 2 in text else text
+        want[text] = want.get(text, 0.0) + mass
+    run = lambda rng: tuple(tokens(speculate(target, drafter, [1, 2], 4, 2, sampling, rng=rng, eot=2)))
+    assert distance(distribution(run), want) <= 1e-12
+
+
 P, Q = torch.tensor([0.2, 0.4, 0.4]), torch.tensor([0.8, 0.1, 0.1])
 
 
@@ -294,17 +306,16 @@ def test_negative_controls_fail(name, monkeypatch):
 
 
 def test_one_sided_settings_are_caught(monkeypatch):
-    """top-k, top-p and temperature on p alone: what the loop would do if the drafter drew from its unwarped q."""
-    warped = Sampling(0.7, top_k=2, top_p=0.5)
-    p, q = warped(P.log()), Q
-
-    def run(rng):  # draws from the warped q, divides by the raw one
-        x = rng.draw(warped(q.log()))
-        n, token = accept([x], [q], torch.stack([p, p]), rng)
-        return x if n else token
-
-    assert distance(distribution(run), dict(enumerate(p.tolist()))) > 1e-3
-    assert rule_error(p, warped(q.log())) <= 1e-12
+    """temperature, top-k and top-p on q alone: a Sampling that leaves p, which comes as rows, as it is."""
+    warp = Sampling.__call__
+    monkeypatch.setattr(Sampling, "__call__", lambda self, logits: warp(self if logits.dim() == 1 else Sampling(1.0), logits))
+    sampling = Sampling(0.7, top_k=2, top_p=0.5)
+    target = tiny_target(0, vocab_size=3, tie_embeddings=False)
+    target.lm_head.weight.data /= 20
+    run = lambda rng: tuple(tokens(speculate(target, scripted(target, "noise"), [1, 2], 3, 2, sampling, rng=rng)))
+    mixed = distribution(run)
+    monkeypatch.undo()
+    assert distance(mixed, plain_distribution(target, [1, 2], 3, sampling)) > 1e-3
 
 
 def test_known_wrong_answers_are_wrong():
@@ -335,13 +346,28 @@ def test_impossible_tokens():
     """u = 0 does not accept a token with p = 0; a token that q cannot have drawn is an error."""
 
     class Zero(Random):
-        def coin(self, p):
-            return 0.0 < p  # the smallest uniform there is
+        def uniform(self):
+            return 0.0
 
     assert accept([0], [one_hot(0)], torch.stack([one_hot(1)] * 2), Zero()) == (0, 1)
     assert not any(Random(seed).coin(0.0) for seed in range(100)) and all(Random(seed).coin(1.0) for seed in range(100))
     with pytest.raises(ValueError, match="q = 0"):
         accept([1], [one_hot(0)], torch.stack([P, P]), Random())
+
+
+def test_trace_and_table_of_a_known_run():
+    """Two cycles made by hand: one draft of three with one rejection, one that stands whole."""
+    enc = load_tokenizer()
+    ids = [enc.encode_single_token(bytes([b])) for b in "abcdeé".encode()]
+    step = lambda ms: dict(draft=ms, verify=2 * ms, observe=0.0, other=0.0)
+    cycles = [Cycle([], 0, ids[:1], step(9.0)), Cycle([ids[1], ids[0], ids[2]], 1, ids[1:3], step(0.001)),
+              Cycle([ids[3]], 1, ids[3:5], step(0.003)), Cycle([], 0, ids[5:6]), Cycle([], 0, ids[6:7])]  # fmt: skip
+    assert "".join(trace(enc, [], cycles, False)) == "{+a+}b[-a-]{+c+}d{+e+}{++}{+é+}"
+    run = dict(prompt=[1], plain=ids[:5], text=ids[:5], cycles=cycles[:3], plain_s=2.0, s=1.0)
+    result = summarise([run], None, Sampling())
+    assert result["tau"] == 2 and result["speedup"] == 2 and result["target_passes"] == 3 and result["identical"]
+    assert result["acceptance_by_position"] == [1.0, 0.0] and result["draft_ms"] == pytest.approx(2.0)
+    assert result["verify_ms"] == pytest.approx(4.0) and "identical: yes" in "\n".join(table(result))
 
 
 def test_sampled_long_run_frequencies():
