@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import (MLP, WEIGHTS, Block, KVCache, UserError, add_fused_linear, additive, apply_rope, arguments, attend, cli,
                    encode_prompts, fit, generate, load_target, load_weights, pick_device, positive, read_corpus, rope_tables,
@@ -49,7 +50,8 @@ class LSA(nn.Module):
         """kv (L, B, nkv, T, 2 hs) -> s (B, T, C)."""
         L, B, _, T, _ = kv.shape
         u = kv.permute(1, 3, 0, 2, 4).reshape(B * T, L, -1)  # (B*T, L, U)
-        return self.proj(self.block(u, (self.cos, self.sin)).mean(1)).view(B, T, -1)
+        with sdpa_kernel(SDPBackend.MATH):  # for many sequences of L the fused kernel's backward pass is far slower on a CPU
+            return self.proj(self.block(u, (self.cos, self.sin)).mean(1)).view(B, T, -1)
 
 class CrossAttention(nn.Module):
     def __init__(self, n_embd, n_head, n_kv_head):
@@ -239,8 +241,6 @@ def train(args):
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
     window_batch(stream, 0, args.batch, args.window)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
-    if args.compile:
-        drafter.compile(), drafter.lsa.compile()
 
     def losses(ids, seed, patterns, staircase=False):
         """-> mean loss over several random patterns of resets on ids (B, T), the terms and the agreement of the last one.
@@ -326,10 +326,10 @@ def agreement(target, drafter, ids, start, horizon=8):
 def main():
     parser = arguments(__doc__, "demo", "train")
     parser.add_argument("--drafter", default="moa.pt", help="file in the weights folder (default: %(default)s)")
-    training_arguments(parser, checkpoint="drafter.ckpt")
+    training_arguments(parser, checkpoint="drafter.ckpt", batch=4)
     parser.add_argument("--target-layers", type=int, default=0, help="N: frozen target layers that finish a draft")
     parser.add_argument("--periods", type=int, nargs=2, default=(3, 8), help="range of tokens between verifications")
-    parser.add_argument("--patterns", type=positive(int), default=2, help="patterns of verifications tried on each batch")
+    parser.add_argument("--patterns", type=positive(int), default=4, help="patterns of verifications tried on each batch")
     parser.add_argument("--ce-weight", type=float, default=1.0, help="weight of the cross-entropy (authors: 0.1)")
     args = parser.parse_args()
     if args.command == "train":

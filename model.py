@@ -576,13 +576,12 @@ def arguments(description, *commands):
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
     return parser
 
-def training_arguments(parser, checkpoint):
+def training_arguments(parser, checkpoint, batch):
     add = parser.add_argument_group("training").add_argument
     add("--minutes", type=positive(float), default=60, help="time budget (default: %(default)s)")
     add("--data", help="a text file or a folder of them (default: the Python standard library)")
-    add("--batch", type=positive(int), default=8, help="windows a step (default: %(default)s)")
+    add("--batch", type=positive(int), default=batch, help="windows a step (default: %(default)s)")
     add("--window", type=positive(int), default=512, help="tokens a window (default: %(default)s)")
-    add("--compile", action="store_true", help="torch.compile: faster, needs a C++ compiler")
     add("--checkpoint", default=checkpoint, help="where to (default: %(default)s)")
     add("--save-every", type=float, default=5, help="minutes between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint")
@@ -602,7 +601,8 @@ def cli(main):
 
 def main():
     parser = arguments(__doc__, "demo", "train", "eval")
-    training_arguments(parser, checkpoint="target.ckpt")
+    training_arguments(parser, checkpoint="target.ckpt", batch=8)
+    parser.add_argument("--compile", action="store_true", help="train with torch.compile: faster, needs a C++ compiler")
     args = parser.parse_args()
     if args.command == "train":
         return train(args)
