@@ -573,7 +573,7 @@ def arguments(description, *commands):
     parser.add_argument("--weights", default=WEIGHTS, help="folder of weights, tokenizer and prompts (default: weights/)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
     parser.add_argument("--prompt", help="decode this text instead of the held-out prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
     return parser
 
 def training_arguments(parser, checkpoint, batch):

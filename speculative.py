@@ -148,10 +148,9 @@ def near_tie(target, prompt, a, b, gap=1e-4):
     return abs(logits[a[i]] - logits[b[i]]).item() < gap
 
 def measure(target, drafter, prompts, enc, args, sampling):
-    """Decode each prompt plainly, then speculatively. -> list of dicts, one a prompt."""
+    """Decode each prompt plainly, then speculatively; yield a dict of both texts and times."""
     settings = dict(draft_length=args.draft_length, confidence=args.confidence)
     list(generate(target, prompts[0], 8)), list(speculate(target, drafter, prompts[0], 16, **settings))  # warm up
-    runs = []
     for n, prompt in enumerate(prompts):
         common = dict(sampling=sampling, eot=enc.eot_token)
         start = time.perf_counter()
@@ -160,8 +159,7 @@ def measure(target, drafter, prompts, enc, args, sampling):
         cycles = list(speculate(target, drafter, prompt, args.max_new_tokens, rng=Random(args.seed + n), **settings, **common))
         end = time.perf_counter()
         text = [token for cycle in cycles for token in cycle.emitted]
-        runs.append(dict(prompt=prompt, plain=plain, text=text, cycles=cycles, plain_s=middle - start, s=end - middle))
-    return runs
+        yield dict(prompt=prompt, plain=plain, text=text, cycles=cycles, plain_s=middle - start, s=end - middle)
 
 def summarise(runs, target, sampling):
     """-> the numbers of the table: medians over prompts, and sums over all cycles for tau and the acceptance rates."""
@@ -189,7 +187,7 @@ def summarise(runs, target, sampling):
 def table(result):
     """-> the lines of the table."""
     r = result
-    yield f"{'':26}{'plain':>12}{'speculative':>14}"
+    yield f"{'median over prompts':26}{'plain':>12}{'speculative':>14}"
     yield f"{'tokens/s':26}{r['plain_tokens_per_s']:12.1f}{r['tokens_per_s']:14.1f}   ratio {r['speedup']:.2f}"
     yield f"{'target passes':26}{r['plain_target_passes']:12.0f}{r['target_passes']:14.0f}"
     yield f"{'tokens a cycle (tau)':26}{'1':>12}{r['tau']:14.2f}"
@@ -223,11 +221,12 @@ def main():
     drafter = load_drafter(target, Path(args.weights) / args.drafter)
     prompts = encode_prompts(args, enc)[: args.prompts]
 
-    runs = measure(target, drafter, prompts, enc, args, sampling)
-    colour = sys.stdout.isatty()
-    for piece in trace(enc, runs[0]["prompt"], runs[0]["cycles"], colour):
-        print(piece, end="")
-    print(f"\n{'-' * 80}")
+    runs = []
+    for run in measure(target, drafter, prompts, enc, args, sampling):
+        if not runs:
+            print(*trace(enc, run["prompt"], run["cycles"], colour=sys.stdout.isatty()), sep="")
+            print("-" * 80, flush=True)
+        runs.append(run)
     result = summarise(runs, target, sampling)
     print(*table(result), sep="\n")
     if args.json:

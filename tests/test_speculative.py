@@ -25,7 +25,7 @@ def test_greedy_output_equals_plain(target, prompt, kind, k, n, confidence, eot)
     """Any target, drafter, prompt (id 0 is a token like any other), draft length, budget (also past block_size), EOT."""
     plain = list(generate(target, prompt, n, eot=eot))
     cycles = list(speculate(target, any_drafter(target, kind), prompt, n, draft_length=k, confidence=confidence, eot=eot))
-    assert tokens(cycles) == plain == list(generate_naive(target, prompt, n, eot=eot))
+    assert tokens(cycles) == plain
     assert all(len(cycle.draft) <= k and cycle.accepted <= len(cycle.draft) for cycle in cycles)
     assert len(prompt) + len(plain) <= target.config.block_size
     if kind == "wrong":
