@@ -282,9 +282,9 @@ def target_id(target):
 
 def load_drafter(target, path=WEIGHTS / "moa.pt"):
     """-> the MoADrafter trained for this target. Raises UserError."""
-    drafter, saved = load_weights(path, lambda saved: MoADrafter(target, **saved["settings"]), "python moa.py train")
+    drafter, saved = load_weights(path, lambda saved: MoADrafter(target, **saved["settings"]), "moa.py")
     if saved.get("target") != target_id(target):
-        raise UserError(f"{path}: trained for another target than the one beside it; `python moa.py train` makes one for it")
+        raise UserError(f"{path}: trained for another target than the one beside it; `python moa.py train` trains one for it")
     return drafter.to(target.lm_head.weight.device)
 
 # ---- Anatomy ---------------------------------------------------------------------------------------------------------
@@ -338,8 +338,8 @@ def main():
     drafter = load_drafter(target, Path(args.weights) / args.drafter)
     ids = encode_prompts(args, enc)[0]
     text = ids + list(generate(target, ids, args.max_new_tokens, eot=enc.eot_token))
-    if len(text) < 12:
-        raise UserError("the anatomy needs a text of 12 tokens: a longer --prompt, or more --max-new-tokens")
+    if len(text) < max(12, len(ids) + 9):
+        raise UserError("the anatomy needs a text of 12 tokens, 9 of them decoded: another --prompt, or more --max-new-tokens")
     draw_masks()
 
     print("\nIn drafting, 8 verified tokens and 4 drafted ones (what the caches really hold):\n")

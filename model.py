@@ -7,7 +7,7 @@
 Shapes: B batch, T new tokens, S tokens in the cache after them, C = n_embd, V = vocab_size, L = n_layer, nh = n_head,
 nkv = n_kv_head, hs = C / nh. State dicts carry Llama's names, so Llama-style checkpoints load by name.
 """
-import argparse, base64, codecs, math, os, random, statistics, sys, sysconfig, time, zlib
+import argparse, base64, codecs, math, os, random, statistics, sys, sysconfig, time, zipfile, zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def load_tokenizer(path=WEIGHTS / "tokenizer.tiktoken"):
         lines = [line.split() for line in path.read_text().splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `python model.py train` makes it") from None
+        raise UserError(f"{path}: no such file; `python model.py train --weights {path.parent}` makes it") from None
     except ValueError:
         raise UserError(f"{path}: not a rank file (a line: base64 of a token's bytes, a space, its rank)") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
@@ -253,7 +253,7 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be a number >= 0 (0 is greedy), not {self.temperature}")
+            raise UserError(f"temperature must be finite and >= 0 (0 is greedy), not {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top-k must be >= 0 (0 is off), not {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -340,27 +340,30 @@ def save_weights(path, module, **meta):
     weights = {name: half.setdefault(p.data_ptr(), p.detach().cpu().half()) for name, p in module.state_dict().items()}
     save(path, {**meta, "weights": weights})
 
-def load_weights(path, build, hint):
+def load_weights(path, build, script):
     """-> (build(saved) with the saved weights, frozen; saved). Raises UserError for a missing, damaged or strange file."""
+    hint = f"`python {script} train --weights {path.parent}`"
     try:
+        if bad := zipfile.ZipFile(path).testzip():  # torch itself does not compare checksums
+            raise ValueError(bad)
         saved = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain values, never code
         module = build(saved)
         module.load_state_dict(saved["weights"])
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `{hint}` makes it") from None
+        raise UserError(f"{path}: no such file; {hint} makes it") from None
     except UserError:
         raise
     except Exception as e:  # torch raises half a dozen types for a damaged file
-        raise UserError(f"{path}: not weights of this version ({type(e).__name__}); `{hint}` makes them anew") from None
+        raise UserError(f"{path}: not weights of this version , or damaged ({type(e).__name__}); {hint} makes them anew") from None
     return module.requires_grad_(False).eval(), saved
 
 def load_target(folder=WEIGHTS, device="cpu"):
     """-> (GPT in float32, its tokenizer). Raises UserError where one is missing or they are not of one training."""
     path, device = Path(folder) / "target.pt", pick_device(device)
     enc = load_tokenizer(path.with_name("tokenizer.tiktoken"))
-    target, saved = load_weights(path, lambda saved: GPT(GPTConfig(**saved["config"])), "python model.py train")
+    target, saved = load_weights(path, lambda saved: GPT(GPTConfig(**saved["config"])), "model.py")
     if saved.get("tokenizer") != fingerprint(enc):
-        raise UserError(f"{path}: trained with another tokenizer than the one beside it; `python model.py train` makes both")
+        raise UserError(f"{path}: trained with another tokenizer than the one beside it; put that one back, or train in a new folder")
     return target.to(device), enc
 
 def fingerprint(enc):
@@ -388,7 +391,7 @@ def encode_prompts(args, enc):
     path, texts = Path(args.weights) / "prompts.txt", [args.prompt]
     if args.prompt is None:
         if not path.exists():
-            raise UserError(f"{path}: no such file; `python model.py train` makes it, or give a --prompt")
+            raise UserError(f"{path}: no such file; give a --prompt")
         texts = path.read_text(encoding="utf-8", errors="replace").split(f"\n{EOT}\n")
     return [enc.encode_ordinary(text) or [enc.eot_token] for text in texts]
 
@@ -417,7 +420,7 @@ def read_corpus(path=None):
         text = "\n".join(train + held_out)
         train, held_out = [text[: len(text) * 19 // 20]], [text[len(text) * 19 // 20 :]]
     if len(held_out[0]) < 1000 and len(held_out) == 1:
-        raise UserError(f"{root}: found too little UTF-8 text to train on; --data takes a file or folder of 20 kB and more")
+        raise UserError(f"{root}: found too little UTF-8 text; --data takes a file or folder of 20 kB and more")
     return train, held_out
 
 def train_tokenizer(documents, path, vocab_size=2048, sample=1_000_000):
@@ -488,6 +491,7 @@ def fit(module, loss_at, report, args, identity):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
         step, spent = saved["step"], saved["spent"]
+        print(f"resumed at step {step}, {spent / 60:.1f} minutes spent", flush=True)
     reported, written, start = time.time(), 0.0, time.time() - spent
     while (spent := time.time() - start) < args.minutes * 60:
         for optimizer, peak in zip(optimizers, peaks):
@@ -573,12 +577,12 @@ def arguments(description, *commands):
     parser.add_argument("--weights", default=WEIGHTS, help="folder of weights, tokenizer and prompts (default: weights/)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
     parser.add_argument("--prompt", help="decode this text instead of the held-out prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="fewer where the context ends (default: %(default)s)")
     return parser
 
 def training_arguments(parser, checkpoint, batch):
     add = parser.add_argument_group("training").add_argument
-    add("--minutes", type=positive(float), default=60, help="time budget (default: %(default)s)")
+    add("--minutes", type=positive(float), default=60, help="time budget, that of resumed runs included (default: %(default)s)")
     add("--data", help="a text file or a folder of them (default: the Python standard library)")
     add("--batch", type=positive(int), default=batch, help="windows a step (default: %(default)s)")
     add("--window", type=positive(int), default=512, help="tokens a window (default: %(default)s)")
@@ -588,6 +592,7 @@ def training_arguments(parser, checkpoint, batch):
 
 def cli(main):
     """Run a demo; what a person can cause ends in one clear line, not in a traceback."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
     sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
         main()

@@ -42,8 +42,10 @@ def speculate(target, drafter, ids, max_new_tokens, draft_length=5, sampling=Sam
     `confidence`; the token that brought it there stays, since dropping a token for what it is would bias the output. Ends
     after `eot`, at max_new_tokens or where block_size ends. Raises UserError for what cannot be decoded.
     """
-    if draft_length < 0 or not 0 <= confidence <= 1:
-        raise UserError(f"draft-length must be >= 0 and confidence in [0, 1], not {draft_length} and {confidence}")
+    if draft_length < 0:
+        raise UserError(f"draft-length must be >= 0, not {draft_length}")
+    if not 0 <= confidence <= 1:
+        raise UserError(f"confidence must lie in [0, 1], not {confidence}")
     rng, ids, device = rng or Random(), list(ids), target.lm_head.weight.device
     end = len(ids) + check_prompt(target.config, ids, max_new_tokens)
     cache, fed = target.new_cache(), 0  # `fed`: how many of ids the target's cache holds
@@ -51,7 +53,8 @@ def speculate(target, drafter, ids, max_new_tokens, draft_length=5, sampling=Sam
     while len(ids) < end and not (fed and ids[-1] == eot):
         clock = Stopwatch()
 
-        # 1. Draft: up to k tokens, each drawn from q. One fewer than may still come: the target adds its own.
+        # 1. Draft: up to k tokens, each drawn from q. One fewer than may still come: the target adds its own. At first the
+        # target has read nothing, so there is nothing to draft from: that cycle only reads the prompt.
         draft, q, sure = [], [], 1.0
         while fed and len(draft) < min(draft_length, end - len(ids) - 1) and sure >= confidence:
             logits = drafter.propose(ids + draft)
@@ -79,7 +82,8 @@ def speculate(target, drafter, ids, max_new_tokens, draft_length=5, sampling=Sam
         cache.truncate(len(ids) - 1)
         clock.lap("other")
 
-        # 5. Observe: the drafter takes in what the target computed for the tokens that stand.
+        # 5. Observe: the drafter takes in what the target computed for the tokens that stand (the rows of those it had not
+        # read, without the rejected ones), and forgets what it drafted beyond them.
         drafter.observe(drafter.memory(cache, states[:, : len(ids) - 1 - fed]))
         fed = len(ids) - 1
         clock.lap("observe")

@@ -43,7 +43,7 @@ SMALL = ["--data", str(ROOT / "model.py"), "--batch", "1", "--minutes", "0.001"]
     ["speculative", "--draft-length", "-1"], ["speculative", "--max-new-tokens", "-1"], ["speculative", "--prompts", "0"],
     ["speculative", "--confidence", "7"], ["speculative", "--json", "no/such/folder/x"], ["speculative", "--json", "weights"],
     ["speculative", "--drafter", "nothing.pt"], ["speculative", "--drafter", "target.pt"], ["moa", "--drafter", "nothing.pt"],
-    ["moa", "--prompt", "x", "--max-new-tokens", "2"], ["moa", "--prompt", "word " * 600],
+    ["moa", "--prompt", "x", "--max-new-tokens", "2"], ["moa", "--max-new-tokens", "0"], ["moa", "--prompt", "word " * 600],
     ["model", "train", "--data", "nowhere"], ["model", "train", "--batch", "0"], ["model", "train", "--minutes", "-1"],
     ["model", "train", "--window", "1"], ["moa", "train", "--periods", "5", "2"], ["moa", "train", "--target-layers", "99"],
     ["moa", "train", *SMALL, "--batch", "100000"], ["moa", "train", *SMALL, "--resume", "--checkpoint", "nothing"],
@@ -74,6 +74,12 @@ def test_the_readmes_own_drafter_is_exact(tmp_path):
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_speculative.py", "-k", "yours or cache_holds or max_new_tokens",
                "--drafter", f"{tmp_path / 'mine.py'}:PromptLookup")  # fmt: skip
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout
+
+
+def test_a_closed_standard_output_is_no_traceback():
+    done = subprocess.run(f"{sys.executable} speculative.py --prompts 1 --max-new-tokens 2 >&-", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_json_holds_every_number_of_the_table(tmp_path):

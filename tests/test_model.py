@@ -244,6 +244,10 @@ def test_held_out_loss_is_the_mean_over_every_token():
     assert bits == pytest.approx(nats * len(ids) / n_bytes / math.log(2))
 
 
+def flip(content, at):
+    return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
+
+
 def test_weights_that_do_not_fit_are_one_line(tmp_path):
     target, enc = load_target()
     assert target.config.vocab_size == enc.n_vocab and target.lm_head.weight.dtype == torch.get_default_dtype()
@@ -254,6 +258,7 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path):
         lambda path: None,  # missing
         lambda path: path.write_bytes(b"junk"),
         lambda path: path.write_bytes((WEIGHTS / "target.pt").read_bytes()[:5000]),
+        lambda path: path.write_bytes(flip((WEIGHTS / "target.pt").read_bytes(), 5_000_000)),
         lambda path: torch.save({"weights": {}}, path),
         lambda path: save_weights(path, small, config={"n_layer": 2}, tokenizer=0),
         lambda path: save_weights(path, small, config={"vocab_size": enc.n_vocab, "n_layer": 1, "n_embd": 8, "n_ffn": 8}, tokenizer=1),
