@@ -234,6 +234,7 @@ def test_held_out_loss_is_the_mean_over_every_token():
     """Against each token by itself; bits per byte leave the end-of-text marks out of the bytes."""
     target = tiny_target(0, vocab_size=ENC.n_vocab, block_size=8)
     stream = tokenize(["hello world, hello", "def f(x):\n    return x"], ENC)
+    assert (stream == ENC.eot_token).sum() == 2 and stream[-1] == ENC.eot_token  # one behind each document
     nats, bits = held_out_loss(target, stream, ENC)
     ids, each = stream.long(), []
     for i in range(1, len(ids)):  # a token is predicted from its window's start
