@@ -14,10 +14,12 @@ reads verified tokens only, in training as in drafting, so it never meets a pred
 
 Shapes as in model.py; N = n_target_layers, U = 2 * nkv * hs the width of one layer's [key; value] of a token.
 """
+import json
 import random
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -103,75 +105,115 @@ class TruePrefix:
         true_k, true_v = self.kv[layer].to(k.dtype).chunk(2, -1)
         return torch.cat([true_k, k], 2), torch.cat([true_v, v], 2)
 
-class MoADrafter(nn.Module):
-    """Mixture of Attentions. The loop (speculative.py) calls reset, memory, observe and propose; training calls forward.
+class DraftCache(KVCache):
+    """A drafter's own KV cache of one layer or more: rows of the text, and behind them rows of the draft tree's nodes."""
 
-    With N = n_target_layers > 0 CA predicts the state entering layer L-N, and the target's last N layers, its norm and LM
-    head finish the job (target layer inference, TLI), over their true keys and values of the verified tokens. With N = 0
-    CA's output stands for the target's final normed state.
+    def __init__(self, target, n_kv_head, n_layer=1):
+        c = target.config
+        super().__init__(n_layer, n_kv_head, c.n_embd // c.n_head, 2 * c.block_size, target.lm_head.weight)
+        self.text = 0
+
+    def place(self, ids, tokens, parents, n):
+        """What propose(ids, tokens, parents, n) must compute -> its token ids (1, T), positions (T,), and a mask for
+        run_blocks.
+
+        With no tokens a new cycle begins: the nodes of the last one go, and all of the text without a row gets one, the
+        accepted tokens among them. So no row depends on which draft it was first computed in, and none is ever missing.
+        """
+        device = self.kv.device
+        if not tokens:
+            self.truncate(min(self.text, len(ids) - 1))
+            self.text = len(ids)
+            return torch.tensor([ids[self.length :]], device=device), torch.arange(self.length, len(ids), device=device), None
+        mask = ancestors(parents, n).to(device)
+        return torch.tensor([tokens[-n:]], device=device), len(ids) - 1 + mask.sum(1), mask
+
+def ancestors(parents, n):
+    """parents[i] < i is the node before node i, -1 none -> (n, m) bool, for each of the newest n of m nodes: which nodes lie
+    on its path, itself included. Its sum over a row is the node's depth."""
+    mask = np.zeros((n, len(parents)), dtype=bool)
+    for row, node in zip(mask, range(len(parents) - n, len(parents))):
+        while node >= 0:
+            row[node], node = True, parents[node]
+    return torch.from_numpy(mask)
+
+def paths(ids, tokens, parents, n):
+    """The arguments of propose -> the text up to each node that it is asked about: all that a stateless drafter needs."""
+    if not tokens:
+        return [list(ids)]
+    return [[*ids, *(token for token, on_path in zip(tokens, row) if on_path)] for row in ancestors(parents, n).tolist()]
+
+class MoADrafter(nn.Module):
+    """Mixture of Attentions.
+
+    With N = n_target_layers > 0 CA predicts the state entering layer L-N, in units of its mean and deviation in each
+    channel, and the target's last N layers, its norm and LM head finish the job (target layer inference, TLI), over their
+    true keys and values of the verified tokens. With N = 0 CA's output stands for the target's final normed state.
+
+    The ablations: without LSA, CA reads the target's final states as they are. With on_policy = False, in training each
+    query reads the memory up to its own predecessor, one token beyond what the target has verified, as EAGLE's does; in
+    drafting the memory still ends at the last verified token, so all queries but the first find less than in training.
     """
 
-    def __init__(self, target, n_target_layers=0, n_kv_head=None, n_ffn=448, lsa_ffn=256):
+    def __init__(self, target, n_target_layers=0, n_kv_head=None, n_ffn=448, lsa_ffn=256, on_policy=True):
         super().__init__()
         c = target.config
         if not 0 <= n_target_layers < c.n_layer:
             raise UserError(f"the drafter can use 0 to {c.n_layer - 1} layers of this target, not {n_target_layers}")
-        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn)
+        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn, on_policy=on_policy)
         self.__dict__["target"] = target  # shared and frozen: not a submodule, so neither trained nor saved here
-        self.N, n_kv_head = n_target_layers, n_kv_head or c.n_head
-        self.lsa = LSA(c, lsa_ffn)
+        self.N, n_kv_head, self.on_policy = n_target_layers, n_kv_head or c.n_head, on_policy
+        self.lsa = LSA(c, lsa_ffn) if lsa_ffn else None
         self.sa = Block(c.n_embd, c.n_head, n_kv_head, n_ffn, c.norm_eps)
         self.ca = CA(c.n_embd, c.n_head, n_kv_head, n_ffn, c.norm_eps)
+        if self.N:
+            self.register_buffer("mean", torch.zeros(c.n_embd))
+            self.register_buffer("std", torch.ones(c.n_embd))
         self.reset()
 
     # -- drafting, step by step ----------------------------------------------------------------------------------------
 
     def reset(self):
         """Forget everything: the caches of a new text."""
-        c, like = self.target.config, self.lsa.proj.weight
-        new = lambda: KVCache(1, self.sa.self_attn.n_kv_head, c.n_embd // c.n_head, c.block_size, like)
+        new = lambda: DraftCache(self.target, self.sa.self_attn.n_kv_head)
         self.sa_cache, self.ca_cache = new(), new()  # of tokens, verified and drafted; of the memory, verified only
-        self.tli_cache = self.target.new_cache(first_layer=c.n_layer - self.N)
+        self.tli_cache = DraftCache(self.target, self.target.config.n_kv_head, self.N)
 
     def memory(self, cache, states):
         """What crosses from the target to the drafter, for the newest rows of the target's cache.
 
-        states (B, T, C): the target's final normed states of those T tokens (read by other drafters, not by this one).
+        states (B, T, C): the target's final normed states of those T tokens (of use to other drafters).
         -> s (B, T, C), and the last N layers' keys and values (N, B, nkv, T, 2 hs), empty for N = 0.
         """
         kv = cache.kv[:, :, :, cache.length - states.size(1) : cache.length]
-        return self.lsa(kv), kv[kv.size(0) - self.N :]
+        return self.lsa(kv) if self.lsa else states, kv[kv.size(0) - self.N :]
 
     def observe(self, memory):
-        """Take in the memory of newly verified tokens; rejected drafts fall out of the caches here.
-
-        SA's rows depend on tokens alone, so those of accepted drafts stay. TLI's came from predictions: true ones replace
-        them.
-        """
+        """Take in the memory of newly verified tokens. TLI's rows came from predictions: true ones replace them."""
         s, kv = memory
         n, end = self.ca_cache.length, self.ca_cache.length + s.size(1)
         rope = self.target.cos[n:end], self.target.sin[n:end]
         self.ca_cache.write(0, *self.ca.keys_values(s, rope))
         self.tli_cache.kv[:, :, :, n:end] = kv
         self.ca_cache.length = self.tli_cache.length = end
-        self.sa_cache.truncate(min(self.sa_cache.length, end))
 
-    def propose(self, ids):
-        """ids: the text so far, drafted tokens included -> logits (V,) of the next one.
+    def propose(self, ids, tokens=(), parents=(), n=1):
+        """The draft's next level -> logits (n, V) of what follows each of its newest n nodes.
 
-        ids are one more than the memory holds, or than at the last call. SA computes all tokens that it has not seen, so
-        that one accepted without having been fed here leaves no hole; CA and TLI compute the newest.
+        ids: the text so far, one more than the memory holds. tokens, parents: the draft tree, node i behind node
+        parents[i] < i, or behind the text if that is -1. With no tokens yet: of what follows the text, (1, V).
         """
-        target, n = self.target, self.sa_cache.length
-        new = torch.tensor([ids[n:]], device=target.lm_head.weight.device)
-        x = run_blocks([self.sa], target.model.embed_tokens(new), (target.cos, target.sin), self.sa_cache)
-        at = slice(len(ids) - 1, len(ids))
-        x, rope = x[:, -1:], (target.cos[at], target.sin[at])
+        target = self.target
+        new, positions, mask = self.sa_cache.place(ids, tokens, parents, n)
+        x = run_blocks([self.sa], target.model.embed_tokens(new), (target.cos, target.sin), self.sa_cache, positions, mask)
+        if not tokens:  # of all that SA had to catch up with, the last is the one to go on from
+            x, positions = x[:, -1:], positions[-1:]
+            self.tli_cache.truncate(self.ca_cache.length)
         k, v = self.ca_cache.layers[0]
-        x = self.ca(x, k[:, :, : self.ca_cache.length], v[:, :, : self.ca_cache.length], rope)
+        x = self.ca(x, k[:, :, : self.ca_cache.length], v[:, :, : self.ca_cache.length], (target.cos[positions], target.sin[positions]))
         if self.N:
-            x = target.run_layers(x, self.tli_cache, first_layer=target.config.n_layer - self.N)
-        return target.lm_head(x[0, -1])
+            x = target.run_layers(self.mean + self.std * x, self.tli_cache, positions, mask, first_layer=target.config.n_layer - self.N)
+        return target.lm_head(x[0])
 
     # -- training, all positions at once -------------------------------------------------------------------------------
 
@@ -190,8 +232,114 @@ class MoADrafter(nn.Module):
         if self.N:  # true keys up to the reset; then those of the predicted states since it
             own = torch.ones_like(ca_mask).tril() & ~ca_mask
             layers = target.model.layers[target.config.n_layer - self.N :]
-            x = target.model.norm(run_blocks(layers, x, rope, TruePrefix(kv), mask=torch.cat([ca_mask, own], -1)))
+            mask = torch.cat([ca_mask, own], -1)
+            x = target.model.norm(run_blocks(layers, self.mean + self.std * x, rope, TruePrefix(kv), mask=mask))
         return x, entering
+
+class EagleDrafter(nn.Module):
+    """EAGLE (arXiv 2401.15077), the baseline: a block that continues the sequence of the target's final states.
+
+        f_i = block(linear([embedding of x_i, f_{i-1}]))
+
+    Trained on true f_{i-1} with noise, all positions in one pass. In drafting only the first f is true: from the second
+    token on it reads its own predictions, which it never met in training; that is the off-policyness that CA cures.
+    """
+
+    on_policy = False
+
+    def __init__(self, target, n_kv_head=None, n_ffn=1288, noise=0.1):
+        super().__init__()
+        c = target.config
+        self.settings = dict(n_kv_head=n_kv_head, n_ffn=n_ffn, noise=noise)
+        self.__dict__["target"] = target
+        self.noise = noise  # added in training, uniform in -noise..noise
+        self.fc = nn.Linear(2 * c.n_embd, c.n_embd)
+        self.block = Block(c.n_embd, c.n_head, n_kv_head or c.n_head, n_ffn, c.norm_eps)
+        self.reset()
+
+    def reset(self):
+        c = self.target.config
+        self.cache = DraftCache(self.target, self.block.self_attn.n_kv_head)
+        self.features = torch.zeros(1, c.block_size + 1, c.n_embd, device=self.fc.weight.device)  # row i: f_{i-1}, the true one
+        self.seen = 0
+
+    def memory(self, cache, states):
+        return (states,)
+
+    def observe(self, memory):
+        [states] = memory
+        self.features[:, self.seen + 1 : self.seen + 1 + states.size(1)] = states
+        self.seen += states.size(1)
+
+    def propose(self, ids, tokens=(), parents=(), n=1):
+        """As MoADrafter.propose. Rows of the text are computed from true states, each once, after their verification."""
+        new, positions, mask = self.cache.place(ids, tokens, parents, n)
+        if tokens:
+            features = self.predicted[:, [parent + 1 for parent in parents[-n:]]]
+        else:
+            features = self.features[:, positions]
+        state = self.next_states(new, features, self.cache, positions, mask)
+        if tokens:
+            self.predicted = torch.cat([self.predicted, state], 1)  # of the text's end, then of each node
+        else:
+            self.predicted = state = state[:, -1:]
+        return self.target.lm_head(state[0])
+
+    def next_states(self, ids, features, *args):
+        x = self.fc(torch.cat([self.target.model.embed_tokens(ids), features], -1))
+        return run_blocks([self.block], x, (self.target.cos, self.target.sin), *args)
+
+    def forward(self, ids, memory, last_reset=None, staircase=False):
+        """ids (B, T), memory of all T tokens -> predicted states (B, T, C), that of token i from true states before i."""
+        [f] = memory
+        noise = self.noise * (2 * torch.rand_like(f) - 1) if self.training else 0
+        return self.next_states(ids, F.pad(f + noise, (0, 0, 1, 0))[:, :-1]), None
+
+class IndependentDrafter(nn.Module):
+    """The other baseline: a small GPT that reads tokens alone, between the target's embeddings and its LM head."""
+
+    on_policy = False
+
+    def __init__(self, target, n_kv_head=None, n_ffn=560, n_layer=2):
+        super().__init__()
+        c = target.config
+        self.settings = dict(n_kv_head=n_kv_head, n_ffn=n_ffn, n_layer=n_layer)
+        self.__dict__["target"] = target
+        self.layers = nn.ModuleList(Block(c.n_embd, c.n_head, n_kv_head or c.n_head, n_ffn, c.norm_eps) for _ in range(n_layer))
+        self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
+        self.reset()
+
+    def reset(self):
+        self.cache = DraftCache(self.target, self.layers[0].self_attn.n_kv_head, len(self.layers))
+
+    def memory(self, cache, states):
+        return ()
+
+    def observe(self, memory):
+        pass
+
+    def propose(self, ids, tokens=(), parents=(), n=1):
+        """As MoADrafter.propose."""
+        new, positions, mask = self.cache.place(ids, tokens, parents, n)
+        return self.target.lm_head(self.states(new, self.cache, positions, mask)[0, -n:])
+
+    def states(self, ids, *args):
+        return self.norm(run_blocks(self.layers, self.target.model.embed_tokens(ids), (self.target.cos, self.target.sin), *args))
+
+    def forward(self, ids, memory=(), last_reset=None, staircase=False):
+        return self.states(ids), None
+
+DRAFTERS = {  # name: class, settings; all of the same trained size, within 1%
+    "moa0": (MoADrafter, {}),
+    "moa1": (MoADrafter, {"n_target_layers": 1}),
+    "moa3": (MoADrafter, {"n_target_layers": 3}),
+    "no-lsa": (MoADrafter, {"lsa_ffn": 0, "n_ffn": 560}),
+    "no-ca": (MoADrafter, {"on_policy": False}),
+    "eagle": (EagleDrafter, {}),
+    "independent": (IndependentDrafter, {}),
+}
+
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 def attention_masks(last_reset, staircase=False):
     """last_reset (B, T) -> what SA and CA may see, each (B, 1, T, T) bool, [query i, key j].
@@ -229,60 +377,92 @@ def draft_loss(logits, state, target_logits, target_state, mask, entering=None, 
     return ce_weight * terms["cross_entropy"] + state_term, terms
 
 def train(args):
-    """Train a drafter on windows of the corpus, the target frozen."""
+    """Train drafters side by side on the same windows of the corpus, the target frozen and its pass shared: all get the same
+    data, steps, loss and learning rates, whatever a step costs each."""
     device, folder = pick_device(args.device), Path(args.weights)
     target, enc = load_target(folder, args.device)
-    torch.manual_seed(0)
-    drafter = MoADrafter(target, args.target_layers).to(device)
     args.window = min(args.window, target.config.block_size)
     low, high = args.periods
     if not 2 <= low <= high:
         raise UserError(f"--periods takes two numbers, 2 <= low <= high, not {low} {high}")
+    drafters = {}
+    for name in args.drafter:
+        torch.manual_seed(0)
+        kind, settings = DRAFTERS[name]
+        drafters[name] = kind(target, **settings).to(device)
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
-    window_batch(stream, 0, args.batch, args.window)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
 
-    def losses(ids, seed, patterns, staircase=False):
-        """-> mean loss over several random patterns of resets on ids (B, T), the terms and the agreement of the last one.
-        The target and LSA run once for all of them."""
-        rng = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            cache.length, entering = 0, []
-            target_state = target.states(ids, cache, entering=entering).float()
-            target_logits = target.lm_head(target_state).float()
-        memory, total = [part.float() for part in drafter.memory(cache, target_state)], 0.0  # whatever autocast made of it
+    @torch.no_grad()
+    def target_pass(ids):
+        cache.length, entering = 0, []
+        states = target.states(ids, cache, entering=entering).float()
+        return states, target.lm_head(states).float(), entering
+
+    def drafter_loss(drafter, ids, truth, seed, patterns, staircase=False):
+        """-> mean loss over random patterns of resets on ids (B, T), terms and agreement of the last one. LSA runs once."""
+        rng, i = torch.Generator().manual_seed(seed), torch.arange(ids.size(1), device=device)
+        states, logits, entering = truth
+        memory, total = [part.float() for part in drafter.memory(cache, states)], 0.0  # whatever autocast made of it
         for _ in range(patterns):
             periods = torch.randint(low, high + 1, (len(ids),), generator=rng).to(device)
-            last_reset = periodic_resets(periods, ids.size(1))
-            mask = last_reset != torch.arange(ids.size(1), device=device)  # drafting never stands on a verified token
-            state, entered = drafter(ids, memory, last_reset, staircase)
-            logits = target.lm_head(state).float()
-            pair = (entered.float(), entering[-drafter.N].float()) if drafter.N else ()
-            loss, terms = draft_loss(logits, state.float(), target_logits, target_state, mask, *pair, ce_weight=args.ce_weight)
+            last_reset = periodic_resets(periods, len(i)) if drafter.on_policy else (i - 1).clamp(min=0).expand(len(ids), -1)
+            mask = last_reset != i  # drafting never stands on a verified token
+            state, entered = drafter(ids, memory, last_reset, staircase and drafter.on_policy)
+            own = target.lm_head(state).float()
+            N = getattr(drafter, "N", 0)
+            pair = (entered.float(), (entering[-N] - drafter.mean) / drafter.std) if N else ()
+            loss, terms = draft_loss(own, state.float(), logits, states, mask, *pair, ce_weight=args.ce_weight)
             total = total + loss / patterns
-        return total, terms, (logits.argmax(-1) == target_logits.argmax(-1))[mask].float().mean()
+        return total, terms, (own.argmax(-1) == logits.argmax(-1))[mask].float().mean()
 
-    def loss_at(step, progress):
+    def losses_at(step, progress):
         staircase = random.Random(step).random() < 1 - 2 * progress
-        return losses(window_batch(stream, step, args.batch, args.window).to(device), step, args.patterns, staircase)[0]
+        ids = window_batch(stream, step, args.batch, args.window).to(device)
+        truth = target_pass(ids)
+        for drafter in drafters.values():
+            yield drafter_loss(drafter, ids, truth, step, args.patterns if drafter.on_policy else 1, staircase)[0]
 
     @torch.no_grad()
-    def report():
-        T = min(args.window, len(held_out) // (args.batch + 2))
-        _, terms, agree = losses(window_batch(held_out, 0, args.batch, T).to(device), 0, 4)
-        return f"held-out cross-entropy {terms['cross_entropy']:.3f} state {terms['state']:.3f} agreement {agree:.3f}"
+    def held_out_terms():
+        """-> {name: terms} on one held-out batch, on-policy drafters over their distances, the others one token ahead."""
+        ids = window_batch(held_out, 0, args.batch, min(args.window, len(held_out) // (args.batch + 2))).to(device)
+        truth, out = target_pass(ids), {}
+        for name, drafter in drafters.items():
+            _, terms, agree = drafter_loss(drafter.eval(), ids, truth, 0, 1)
+            out[name] = {**{term: round(value.item(), 4) for term, value in terms.items()}, "agreement": round(agree.item(), 4)}
+            drafter.train()
+        return out
 
-    fit(drafter, loss_at, report, args, identity=["moa", target_id(target), args.target_layers])
+    def report():
+        terms = held_out_terms().items()
+        return "held-out cross-entropy " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in terms)
+
+    entering = target_pass(window_batch(stream, 0, args.batch, args.window).to(device))[-1]
+    for drafter in drafters.values():
+        if N := getattr(drafter, "N", 0):
+            drafter.mean.copy_(entering[-N].float().mean((0, 1)))
+            drafter.std.copy_(entering[-N].float().std((0, 1)).clamp(min=1e-2))
+    steps = fit(list(drafters.values()), losses_at, report, args, identity=[*drafters, target_id(target)])
     print(report())
-    save_weights(folder / args.drafter, drafter, settings=drafter.settings, target=target_id(target))
+    for (name, drafter), terms in zip(drafters.items(), held_out_terms().values()):
+        save_weights(folder / f"{name}.pt", drafter, kind=type(drafter).__name__, settings=drafter.settings, target=target_id(target))
+        how = dict(parameters=size(drafter), steps=steps, tokens=steps * args.batch * args.window, held_out=terms,
+                   batch=args.batch, window=args.window, periods=args.periods, patterns=args.patterns, ce_weight=args.ce_weight,
+                   together_with=list(drafters), settings=drafter.settings)  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(how, indent=1) + "\n")
+
+def size(drafter):
+    return sum(p.numel() for p in drafter.parameters())
 
 def target_id(target):
     """A number that tells one trained target from another."""
     return zlib.crc32(target.model.norm.weight.detach().cpu().half().numpy().tobytes())
 
-def load_drafter(target, path=WEIGHTS / "moa.pt"):
-    """-> the MoADrafter trained for this target. Raises UserError."""
-    drafter, saved = load_weights(path, lambda saved: MoADrafter(target, **saved["settings"]), "moa.py")
+def load_drafter(target, path=WEIGHTS / "moa0.pt"):
+    """-> the drafter of any kind that was trained for this target. Raises UserError."""
+    kinds = {kind.__name__: kind for kind in (MoADrafter, EagleDrafter, IndependentDrafter)}
+    drafter, saved = load_weights(path, lambda saved: kinds[saved["kind"]](target, **saved["settings"]), "moa.py")
     if saved.get("target") != target_id(target):
         raise UserError(f"{path}: trained for another target than the one beside it; `python moa.py train` trains one for it")
     return drafter.to(target.lm_head.weight.device)
@@ -300,42 +480,39 @@ def draw_masks(period=4, T=12):
         print(f"{i:3d} {row(stairs)}   {row(causal)}   {row(seen)}{'   <- reset' if resets[0, i] == i else ''}")
 
 @torch.inference_mode()
-def agreement(target, drafter, ids, start, horizon=8):
-    """How often the drafter's likeliest token is the target's, by distance from the last verified token.
-
-    One pass over the text for every phase of a period of horizon + 1. Counts queries from `start` on. -> list of horizon.
+def agreement(target, drafter, ids, start, horizon=8, stride=1):
+    """How often the drafter's likeliest token is the target's, by distance from the last verified token, the tokens between
+    being the text's own. Drafts as decoding does, from every stride-th token of ids behind `start` >= 1. -> horizon shares.
     """
-    T, period = len(ids), horizon + 1
-    idx = torch.tensor([ids], device=target.lm_head.weight.device)
     cache = target.new_cache()
-    states = target.states(idx, cache)
-    want = target.lm_head(states)[0].argmax(-1)
-    memory = drafter.memory(cache, states)
-    i = torch.arange(T, device=idx.device)
-    hits, count = torch.zeros(period), torch.zeros(period)
-    for phase in range(period):
-        last_reset = (i - (i - phase) % period).clamp(min=0)
-        state, _ = drafter(idx, memory, last_reset[None])
-        same = (target.lm_head(state)[0].argmax(-1) == want).float()
-        for distance in range(1, period):
-            at = (i - last_reset == distance) & (i >= max(start, phase))
-            hits[distance] += same[at].sum().item()
-            count[distance] += at.sum().item()
-    return (hits / count.clamp(min=1))[1:].tolist()
+    states = target.states(torch.tensor([ids], device=target.lm_head.weight.device), cache)
+    want = target.lm_head(states)[0].argmax(-1).tolist()
+    drafter.reset()
+    hits, seen, froms = [0] * horizon, 0, range(start, len(ids) - horizon, stride)
+    for t in froms:  # t tokens are verified, ids[t] is the target's own
+        cache.length = t
+        drafter.observe(drafter.memory(cache, states[:, seen:t]))
+        seen = t
+        for d in range(horizon):
+            logits = drafter.propose(ids[: t + 1], ids[t + 1 : t + 1 + d], list(range(-1, d - 1)))
+            hits[d] += logits[-1].argmax().item() == want[t + d]
+    return [hit / len(froms) for hit in hits]
 
 def main():
     parser = arguments(__doc__, "demo", "train")
-    parser.add_argument("--drafter", default="moa.pt", help="file in the weights folder (default: %(default)s)")
-    training_arguments(parser, checkpoint="drafter.ckpt", batch=4)
-    parser.add_argument("--target-layers", type=int, default=0, help="N: frozen target layers that finish a draft")
+    parser.add_argument("--drafter", nargs="+", metavar="NAME", choices=DRAFTERS, default=["moa0"],
+                        help=f"one, or several that train side by side: {', '.join(DRAFTERS)} (default: moa0)")  # fmt: skip
+    for name in ("no-lsa", "no-ca"):
+        parser.add_argument(f"--{name}", dest="drafter", action="store_const", const=[name], help=f"short for --drafter {name}")
+    training_arguments(parser, checkpoint="drafters.ckpt", batch=4)
     parser.add_argument("--periods", type=int, nargs=2, default=(3, 8), help="range of tokens between verifications")
-    parser.add_argument("--patterns", type=positive(int), default=4, help="patterns of verifications tried on each batch")
+    parser.add_argument("--patterns", type=positive(int), default=2, help="patterns of verifications tried on each batch")
     parser.add_argument("--ce-weight", type=float, default=1.0, help="weight of the cross-entropy (authors: 0.1)")
     args = parser.parse_args()
     if args.command == "train":
         return train(args)
     target, enc = load_target(args.weights, args.device)
-    drafter = load_drafter(target, Path(args.weights) / args.drafter)
+    drafter = load_drafter(target, Path(args.weights) / f"{args.drafter[0]}.pt")
     ids = encode_prompts(args, enc)[0]
     text = ids + list(generate(target, ids, args.max_new_tokens, eot=enc.eot_token))
     if len(text) < max(12, len(ids) + 9):
@@ -349,7 +526,7 @@ def main():
         drafter.reset()
         drafter.observe(drafter.memory(cache, states))
         for n in range(9, 13):
-            drafter.propose(text[:n])
+            drafter.propose(text[:9], text[9:n], list(range(-1, n - 10)))
             sa, ca = drafter.sa_cache.length, drafter.ca_cache.length
             print(f"  query {n - 1:2d}  SA {' '.join('■' * sa):25} CA {' '.join('■' * ca)}")
 

@@ -176,7 +176,8 @@ class KVCache:
         """Keep the first `start` tokens, and behind them these rows (increasing, >= start). Raises ValueError."""
         if not start <= self.length or any(not a < b for a, b in zip([start - 1, *rows], [*rows, self.length])):
             raise ValueError(f"cannot gather rows {rows} behind {start} from a cache of {self.length} tokens")
-        self.kv[:, :, :, start : start + len(rows)] = self.kv[:, :, :, rows]
+        if rows != list(range(start, start + len(rows))):
+            self.kv[:, :, :, start : start + len(rows)] = self.kv[:, :, :, rows]
         self.length = start + len(rows)
 
 def additive(mask, dtype):
@@ -186,15 +187,16 @@ def additive(mask, dtype):
 def run_blocks(blocks, x, rope, cache=None, positions=None, mask=None, entering=None):
     """x (B, T, C) through transformer blocks, behind the n tokens that `cache` holds; they are added to it.
 
-    positions (T,): those of the new tokens, by default n..n+T-1. mask (..., T, T) bool: which new token sees which other,
-    by default causal; all see the n cached ones. entering: a list, gets the state entering each block.
+    positions (T,): those of the new tokens, by default n..n+T-1. mask (..., T, m) bool: which of the last m rows, the new
+    tokens' own included, each new token sees; by default causal; all see the rows before those. entering: a list, gets the
+    state entering each block.
     """
     T, n = x.size(1), cache.length if cache else 0
     rope = [table[n : n + T] if positions is None else table[positions] for table in rope]
     causal, bias = mask is None and n == 0, None
     if mask is not None or (n and T > 1):  # is_causal would align its triangle to the wrong corner
         mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
-        bias = F.pad(additive(mask, x.dtype), (n, 0))  # (..., T, n + T)
+        bias = F.pad(additive(mask, x.dtype), (max(0, n + T - mask.size(-1)), 0))  # (..., T, n + T)
     for i, block in enumerate(blocks):
         if entering is not None:
             entering.append(x)
@@ -221,9 +223,10 @@ class GPT(nn.Module):
             if p.dim() == 2:  # the 2 L projections that add to the residual stream start smaller
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if "o_proj" in name or "down_proj" in name else 0.02)
 
-    def new_cache(self, batch=1, first_layer=0):
+    def new_cache(self, batch=1, spare=0):
+        """An empty cache of block_size rows, and `spare` ones more for the branches of a draft tree."""
         c = self.config
-        return KVCache(c.n_layer - first_layer, c.n_kv_head, c.n_embd // c.n_head, c.block_size, self.lm_head.weight, batch)
+        return KVCache(c.n_layer, c.n_kv_head, c.n_embd // c.n_head, c.block_size + spare, self.lm_head.weight, batch)
 
     def run_layers(self, x, cache=None, positions=None, mask=None, entering=None, first_layer=0):
         """Layers first_layer..L-1 and the final norm, (B, T, C) -> (B, T, C). The other arguments are run_blocks's."""
@@ -451,71 +454,79 @@ def window_batch(stream, step, B, T):
     starts = torch.randint(T, (1,), generator=rng) + torch.randperm(n, generator=rng)[k * B : (k + 1) * B] * T
     return stream[starts[:, None] + torch.arange(T)].long()
 
-def autocast(device):
-    """bfloat16 matmuls where this machine is much faster at them than at float32; others are a hundred times slower."""
+def fast_bfloat16(device):
+    """Whether this machine multiplies bfloat16 much faster than float32; others are a hundred times slower at it."""
     def seconds(dtype):
         a = torch.randn(1024, 1024, device=device, dtype=dtype)
         start = time.perf_counter()
         (a @ a).sum().item()
         return time.perf_counter() - start
 
-    fast = min(seconds(torch.bfloat16) for _ in range(5)) < 0.5 * min(seconds(torch.float32) for _ in range(5))
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+    return min(seconds(torch.bfloat16) for _ in range(5)) < 0.5 * min(seconds(torch.float32) for _ in range(5))
 
-def fit(module, loss_at, report, args, identity):
-    """Minimise loss_at(step, progress) for args.minutes; with args.resume, go on from args.checkpoint, if it is of the same
-    `identity` (a list of plain values). Raises UserError.
+def fit(modules, losses_at, report, args, identity):
+    """Train modules side by side for args.minutes or args.steps -> number of steps. losses_at(step, progress) yields the
+    loss of each in turn. With args.resume, go on from args.checkpoint, if it is of the same `identity` (a list of plain
+    values). Raises UserError.
 
     The blocks' matrices are trained by Muon where its bfloat16 iterations are fast, all else by AdamW. Learning rates rise
-    in 20 steps, stay, and fall linearly to zero over the last 70% of the time.
+    in 20 steps, stay, and fall linearly to zero over the last 70% of the budget.
     """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    named = [(name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad]
     matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in named if p.dim() != 2 or "embed" in name]
-    precision = autocast(others[0].device)
-    if precision._enabled:
+    device, saved = others[0].device, {}
+    if args.resume:
+        try:
+            saved = torch.load(args.checkpoint, map_location=device, weights_only=True)
+        except Exception as e:  # torch raises half a dozen types for a damaged file
+            raise UserError(f"{args.checkpoint}: no checkpoint to resume from ({type(e).__name__})") from None
+        if saved.get("identity") != identity:
+            raise UserError(f"{args.checkpoint}: of another run ({saved.get('identity')}, not {identity}); train without --resume")
+    fast = saved["fast"] if saved else fast_bfloat16(device)  # a resumed run keeps its optimisers
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=fast)
+    if fast:
         optimizers = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)]
     else:
         optimizers = [torch.optim.AdamW(matrices, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)]
     optimizers.append(torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0))
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    identity, step, spent, tokens = [*identity, type(optimizers[0]).__name__], 0, 0.0, 0
-    if args.resume:
-        try:
-            saved = torch.load(args.checkpoint, map_location=others[0].device, weights_only=True)
-        except Exception as e:  # torch raises half a dozen types for a damaged file
-            raise UserError(f"{args.checkpoint}: no checkpoint to resume from ({type(e).__name__})") from None
-        if saved.get("identity") != identity:
-            raise UserError(f"{args.checkpoint}: of another run ({saved.get('identity')}, not {identity}); train without --resume")
-        module.load_state_dict(saved["module"])
-        for optimizer, state in zip(optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(state)
+    step, spent, tokens = 0, 0.0, 0
+    if saved:
+        for part, state in zip([*modules, *optimizers], saved["states"]):
+            part.load_state_dict(state)
         step, spent = saved["step"], saved["spent"]
         print(f"resumed at step {step}, {spent / 60:.1f} minutes spent", flush=True)
     reported, written, start = time.time(), 0.0, time.time() - spent
-    while (spent := time.time() - start) < args.minutes * 60:
+    done = lambda: step / args.steps if args.steps else spent / (args.minutes * 60)
+    while (progress := done()) < 1:
         for optimizer, peak in zip(optimizers, peaks):
-            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20, (1 - spent / (args.minutes * 60)) / 0.7)
+            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20, (1 - progress) / 0.7)
+            optimizer.zero_grad()
+        losses = []
         with precision:
-            loss = loss_at(step, spent / (args.minutes * 60))
-        if not math.isfinite(loss.item()):
-            raise UserError(f"the loss became {loss.item()} at step {step}; the last checkpoint is {args.checkpoint}")
-        module.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(matrices + others, 1.0)
+            for loss in losses_at(step, progress):  # one graph at a time
+                losses.append(loss.item())
+                with torch.autocast(device.type, enabled=False):
+                    loss.backward()
+        if not all(map(math.isfinite, losses)):
+            raise UserError(f"the loss became {losses} at step {step}; the last checkpoint is {args.checkpoint}")
+        for module in modules:
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        step, tokens = step + 1, tokens + args.batch * args.window
+        step, spent, tokens = step + 1, time.time() - start, tokens + args.batch * args.window
         if time.time() - reported > 60:
             with precision:
                 line = report()
-            print(f"step {step}  loss {loss.item():.3f}  {line}  {tokens / (time.time() - reported):.0f} tokens/s  "
-                  f"{args.minutes - spent / 60:.1f} min left", flush=True)  # fmt: skip
+            print(f"step {step}  loss {' '.join(f'{loss:.3f}' for loss in losses)}  {line}  "
+                  f"{tokens / (time.time() - reported):.0f} tokens/s  {spent / done() * (1 - done()) / 60:.1f} min left", flush=True)  # fmt: skip
             reported, tokens = time.time(), 0
         if time.time() - written > args.save_every * 60:  # after the first step too: a bad path shows at once
-            save(args.checkpoint, {"identity": identity, "module": module.state_dict(), "step": step, "spent": spent,
-                                   "optimizers": [optimizer.state_dict() for optimizer in optimizers]})  # fmt: skip
+            save(args.checkpoint, {"identity": identity, "step": step, "spent": spent, "fast": fast,
+                                   "states": [part.state_dict() for part in [*modules, *optimizers]]})  # fmt: skip
             written = time.time()
+    return step
 
 @torch.inference_mode()
 def held_out_loss(target, stream, enc, windows=None):
@@ -545,14 +556,14 @@ def train(args):
     target = GPT(GPTConfig(vocab_size=enc.n_vocab, block_size=args.window)).to(device)
     forward = torch.compile(target) if args.compile else target
 
-    def loss_at(step, progress):
+    def losses_at(step, progress):
         ids = window_batch(stream, step, args.batch, args.window).to(device)
-        return F.cross_entropy(forward(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+        yield F.cross_entropy(forward(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
 
     def report(windows=20):
         return "held-out {:.3f} nats/token {:.3f} bits/byte".format(*held_out_loss(target, held_out, enc, windows))
 
-    fit(target, loss_at, report, args, identity=["target", fingerprint(enc), args.window])
+    fit([target], losses_at, report, args, identity=["target", fingerprint(enc), args.window])
     save_weights(folder / "target.pt", target, config=asdict(target.config), tokenizer=fingerprint(enc))
     print(report(windows=None))
 
@@ -583,6 +594,7 @@ def arguments(description, *commands):
 def training_arguments(parser, checkpoint, batch):
     add = parser.add_argument_group("training").add_argument
     add("--minutes", type=positive(float), default=60, help="time budget, that of resumed runs included (default: %(default)s)")
+    add("--steps", type=positive(int), help="a budget of steps in place of minutes")
     add("--data", help="a text file or a folder of them (default: the Python standard library)")
     add("--batch", type=positive(int), default=batch, help="windows a step (default: %(default)s)")
     add("--window", type=positive(int), default=512, help="tokens a window (default: %(default)s)")
