@@ -55,21 +55,41 @@ class LSA(nn.Module):
         with sdpa_kernel(SDPBackend.MATH):  # for many sequences of L the fused kernel's backward pass is far slower on a CPU
             return self.proj(self.block(u, (self.cos, self.sin)).mean(1)).view(B, T, -1)
 
+class TokenMap(nn.Module):
+    """What a drafter starts from: linear(norm(embedding)). With tied embeddings a residual stream that starts at the embedding
+    itself would start by predicting the token just read, and at a fraction of the scale of the states that it must end at."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.__dict__["embed"] = target.model.embed_tokens  # the target's own, frozen
+        self.norm = nn.RMSNorm(target.config.n_embd, target.config.norm_eps)
+        self.proj = nn.Linear(target.config.n_embd, target.config.n_embd)
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids))
+        return self.proj(x).type_as(x)  # under autocast too, the residual stream keeps its precision
+
 class CrossAttention(nn.Module):
+    """Queries and keys have biases that start as the same vector, of another length in each head: under RoPE their product is
+    largest for the nearest key, so that some heads begin by reading the newest memory. Zeros would be the paper's."""
+
     def __init__(self, n_embd, n_head, n_kv_head):
         super().__init__()
         self.n_head, self.n_kv_head, self.hs = n_head, n_kv_head, n_embd // n_head
         self.q_proj = nn.Linear(n_embd, n_embd, bias=False)
         add_fused_linear(self, "kv_proj", n_embd, k_proj=n_kv_head * self.hs, v_proj=n_kv_head * self.hs)
         self.o_proj = nn.Linear(n_embd, n_embd, bias=False)
+        near = torch.linspace(0, 1.5, n_kv_head)[:, None].expand(-1, self.hs)
+        self.q_bias = nn.Parameter(near.repeat_interleave(n_head // n_kv_head, 0).clone())  # (nh, hs)
+        self.k_bias = nn.Parameter(near.clone())  # (nkv, hs)
 
     def keys_values(self, s, rope):
         """Normed memory (B, S, C) -> k, v (B, nkv, S, hs)."""
         k, v = self.kv_proj(s).view(*s.shape[:2], 2 * self.n_kv_head, self.hs).chunk(2, dim=2)
-        return apply_rope(k, *rope).transpose(1, 2), v.transpose(1, 2)
+        return apply_rope(k + self.k_bias, *rope).transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x, k, v, rope, mask=None):
-        q = apply_rope(self.q_proj(x).view(*x.shape[:2], self.n_head, self.hs), *rope)  # (B, T, nh, hs)
+        q = apply_rope(self.q_proj(x).view(*x.shape[:2], self.n_head, self.hs) + self.q_bias, *rope)  # (B, T, nh, hs)
         return self.o_proj(attend(q, k, v, mask))
 
 class CA(nn.Module):
@@ -160,10 +180,12 @@ class MoADrafter(nn.Module):
         c = target.config
         if not 0 <= n_target_layers < c.n_layer:
             raise UserError(f"the drafter can use 0 to {c.n_layer - 1} layers of this target, not {n_target_layers}")
-        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn, on_policy=on_policy)
+        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn,
+                             on_policy=on_policy)  # fmt: skip
         self.__dict__["target"] = target  # shared and frozen: not a submodule, so neither trained nor saved here
         self.N, n_kv_head, self.on_policy = n_target_layers, n_kv_head or c.n_head, on_policy
         self.lsa = LSA(c, lsa_ffn) if lsa_ffn else None
+        self.tokens = TokenMap(target)
         self.sa = Block(c.n_embd, c.n_head, n_kv_head, n_ffn, c.norm_eps)
         self.ca = CA(c.n_embd, c.n_head, n_kv_head, n_ffn, c.norm_eps)
         if self.N:
@@ -205,14 +227,15 @@ class MoADrafter(nn.Module):
         """
         target = self.target
         new, positions, mask = self.sa_cache.place(ids, tokens, parents, n)
-        x = run_blocks([self.sa], target.model.embed_tokens(new), (target.cos, target.sin), self.sa_cache, positions, mask)
+        x = run_blocks([self.sa], self.tokens(new), (target.cos, target.sin), self.sa_cache, positions, mask)
         if not tokens:  # of all that SA had to catch up with, the last is the one to go on from
             x, positions = x[:, -1:], positions[-1:]
             self.tli_cache.truncate(self.ca_cache.length)
-        k, v = self.ca_cache.layers[0]
-        x = self.ca(x, k[:, :, : self.ca_cache.length], v[:, :, : self.ca_cache.length], (target.cos[positions], target.sin[positions]))
+        k, v = (part[:, :, : self.ca_cache.length] for part in self.ca_cache.layers[0])
+        x = self.ca(x, k, v, (target.cos[positions], target.sin[positions]))
         if self.N:
-            x = target.run_layers(self.mean + self.std * x, self.tli_cache, positions, mask, first_layer=target.config.n_layer - self.N)
+            first = target.config.n_layer - self.N
+            x = target.run_layers(self.mean + self.std * x, self.tli_cache, positions, mask, first_layer=first)
         return target.lm_head(x[0])
 
     # -- training, all positions at once -------------------------------------------------------------------------------
@@ -227,7 +250,7 @@ class MoADrafter(nn.Module):
         target, (s, kv) = self.target, memory
         rope = target.cos[: ids.size(1)], target.sin[: ids.size(1)]
         sa_mask, ca_mask = attention_masks(last_reset, staircase)
-        x = run_blocks([self.sa], target.model.embed_tokens(ids), rope, mask=sa_mask)
+        x = run_blocks([self.sa], self.tokens(ids), rope, mask=sa_mask)
         x = entering = self.ca(x, *self.ca.keys_values(s, rope), rope, additive(ca_mask, s.dtype))
         if self.N:  # true keys up to the reset; then those of the predicted states since it
             own = torch.ones_like(ca_mask).tril() & ~ca_mask
@@ -239,28 +262,29 @@ class MoADrafter(nn.Module):
 class EagleDrafter(nn.Module):
     """EAGLE (arXiv 2401.15077), the baseline: a block that continues the sequence of the target's final states.
 
-        f_i = block(linear([embedding of x_i, f_{i-1}]))
+        f_i = block(linear([norm(embedding of x_i), norm(f_{i-1})]))
 
     Trained on true f_{i-1} with noise, all positions in one pass. In drafting only the first f is true: from the second
-    token on it reads its own predictions, which it never met in training; that is the off-policyness that CA cures.
+    token on it reads its own predictions, which it never met in training; that is the off-policyness that CA cures. The
+    norms are not in the original: here a state's scale is 15 times an embedding's, and without them it learns far slower.
     """
 
-    on_policy = False
+    N, on_policy = 0, False
 
-    def __init__(self, target, n_kv_head=None, n_ffn=1288, noise=0.1):
+    def __init__(self, target, n_kv_head=None, n_ffn=1376, noise=0.1):
         super().__init__()
         c = target.config
         self.settings = dict(n_kv_head=n_kv_head, n_ffn=n_ffn, noise=noise)
         self.__dict__["target"] = target
         self.noise = noise  # added in training, uniform in -noise..noise
+        self.token_norm, self.state_norm = nn.RMSNorm(c.n_embd, c.norm_eps), nn.RMSNorm(c.n_embd, c.norm_eps)
         self.fc = nn.Linear(2 * c.n_embd, c.n_embd)
         self.block = Block(c.n_embd, c.n_head, n_kv_head or c.n_head, n_ffn, c.norm_eps)
         self.reset()
 
     def reset(self):
-        c = self.target.config
         self.cache = DraftCache(self.target, self.block.self_attn.n_kv_head)
-        self.features = torch.zeros(1, c.block_size + 1, c.n_embd, device=self.fc.weight.device)  # row i: f_{i-1}, the true one
+        self.features = self.fc.weight.new_zeros(1, self.target.config.block_size + 1, self.fc.out_features)  # row i: f_{i-1}
         self.seen = 0
 
     def memory(self, cache, states):
@@ -274,20 +298,14 @@ class EagleDrafter(nn.Module):
     def propose(self, ids, tokens=(), parents=(), n=1):
         """As MoADrafter.propose. Rows of the text are computed from true states, each once, after their verification."""
         new, positions, mask = self.cache.place(ids, tokens, parents, n)
-        if tokens:
-            features = self.predicted[:, [parent + 1 for parent in parents[-n:]]]
-        else:
-            features = self.features[:, positions]
-        state = self.next_states(new, features, self.cache, positions, mask)
-        if tokens:
-            self.predicted = torch.cat([self.predicted, state], 1)  # of the text's end, then of each node
-        else:
-            self.predicted = state = state[:, -1:]
+        features = self.predicted[:, [parent + 1 for parent in parents[-n:]]] if tokens else self.features[:, positions]
+        state = self.next_states(new, features, self.cache, positions, mask)[:, -n:]
+        self.predicted = torch.cat([self.predicted, state], 1) if tokens else state  # of the text's end, then of each node
         return self.target.lm_head(state[0])
 
     def next_states(self, ids, features, *args):
-        x = self.fc(torch.cat([self.target.model.embed_tokens(ids), features], -1))
-        return run_blocks([self.block], x, (self.target.cos, self.target.sin), *args)
+        x = torch.cat([self.token_norm(self.target.model.embed_tokens(ids)), self.state_norm(features)], -1)
+        return run_blocks([self.block], self.fc(x).type_as(x), (self.target.cos, self.target.sin), *args)
 
     def forward(self, ids, memory, last_reset=None, staircase=False):
         """ids (B, T), memory of all T tokens -> predicted states (B, T, C), that of token i from true states before i."""
@@ -298,7 +316,7 @@ class EagleDrafter(nn.Module):
 class IndependentDrafter(nn.Module):
     """The other baseline: a small GPT that reads tokens alone, between the target's embeddings and its LM head."""
 
-    on_policy = False
+    N, on_policy = 0, False
 
     def __init__(self, target, n_kv_head=None, n_ffn=560, n_layer=2):
         super().__init__()
@@ -306,7 +324,7 @@ class IndependentDrafter(nn.Module):
         self.settings = dict(n_kv_head=n_kv_head, n_ffn=n_ffn, n_layer=n_layer)
         self.__dict__["target"] = target
         self.layers = nn.ModuleList(Block(c.n_embd, c.n_head, n_kv_head or c.n_head, n_ffn, c.norm_eps) for _ in range(n_layer))
-        self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
+        self.tokens, self.norm = TokenMap(target), nn.RMSNorm(c.n_embd, c.norm_eps)
         self.reset()
 
     def reset(self):
@@ -324,20 +342,16 @@ class IndependentDrafter(nn.Module):
         return self.target.lm_head(self.states(new, self.cache, positions, mask)[0, -n:])
 
     def states(self, ids, *args):
-        return self.norm(run_blocks(self.layers, self.target.model.embed_tokens(ids), (self.target.cos, self.target.sin), *args))
+        return self.norm(run_blocks(self.layers, self.tokens(ids), (self.target.cos, self.target.sin), *args))
 
     def forward(self, ids, memory=(), last_reset=None, staircase=False):
         return self.states(ids), None
 
 DRAFTERS = {  # name: class, settings; all of the same trained size, within 1%
-    "moa0": (MoADrafter, {}),
-    "moa1": (MoADrafter, {"n_target_layers": 1}),
-    "moa3": (MoADrafter, {"n_target_layers": 3}),
-    "no-lsa": (MoADrafter, {"lsa_ffn": 0, "n_ffn": 560}),
-    "no-ca": (MoADrafter, {"on_policy": False}),
-    "eagle": (EagleDrafter, {}),
-    "independent": (IndependentDrafter, {}),
-}
+    **{f"moa{N}": (MoADrafter, {"n_target_layers": N}) for N in (0, 1, 3)},
+    "no-lsa": (MoADrafter, {"lsa_ffn": 0, "n_ffn": 560}), "no-ca": (MoADrafter, {"on_policy": False}),
+    "eagle": (EagleDrafter, {}), "independent": (IndependentDrafter, {}),
+}  # fmt: skip
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
@@ -410,8 +424,7 @@ def train(args):
             mask = last_reset != i  # drafting never stands on a verified token
             state, entered = drafter(ids, memory, last_reset, staircase and drafter.on_policy)
             own = target.lm_head(state).float()
-            N = getattr(drafter, "N", 0)
-            pair = (entered.float(), (entering[-N] - drafter.mean) / drafter.std) if N else ()
+            pair = (entered.float(), (entering[-drafter.N] - drafter.mean) / drafter.std) if drafter.N else ()
             loss, terms = draft_loss(own, state.float(), logits, states, mask, *pair, ce_weight=args.ce_weight)
             total = total + loss / patterns
         return total, terms, (own.argmax(-1) == logits.argmax(-1))[mask].float().mean()
@@ -436,24 +449,21 @@ def train(args):
 
     def report():
         terms = held_out_terms().items()
-        return "held-out cross-entropy " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in terms)
+        return "held-out " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in terms)
 
     entering = target_pass(window_batch(stream, 0, args.batch, args.window).to(device))[-1]
     for drafter in drafters.values():
-        if N := getattr(drafter, "N", 0):
-            drafter.mean.copy_(entering[-N].float().mean((0, 1)))
-            drafter.std.copy_(entering[-N].float().std((0, 1)).clamp(min=1e-2))
+        if drafter.N:
+            drafter.mean.copy_(entering[-drafter.N].float().mean((0, 1)))
+            drafter.std.copy_(entering[-drafter.N].float().std((0, 1)).clamp(min=1e-2))
     steps = fit(list(drafters.values()), losses_at, report, args, identity=[*drafters, target_id(target)])
     print(report())
     for (name, drafter), terms in zip(drafters.items(), held_out_terms().values()):
-        save_weights(folder / f"{name}.pt", drafter, kind=type(drafter).__name__, settings=drafter.settings, target=target_id(target))
-        how = dict(parameters=size(drafter), steps=steps, tokens=steps * args.batch * args.window, held_out=terms,
-                   batch=args.batch, window=args.window, periods=args.periods, patterns=args.patterns, ce_weight=args.ce_weight,
-                   together_with=list(drafters), settings=drafter.settings)  # fmt: skip
+        what = dict(kind=type(drafter).__name__, settings=drafter.settings)
+        save_weights(folder / f"{name}.pt", drafter, **what, target=target_id(target))
+        how = {key: getattr(args, key) for key in ("batch", "window", "periods", "patterns", "lr", "ce_weight")}
+        how |= dict(parameters=sum(p.numel() for p in drafter.parameters()), steps=steps, tokens=steps * args.batch * args.window, held_out=terms, **what)
         (folder / f"{name}.json").write_text(json.dumps(how, indent=1) + "\n")
-
-def size(drafter):
-    return sum(p.numel() for p in drafter.parameters())
 
 def target_id(target):
     """A number that tells one trained target from another."""
@@ -504,7 +514,7 @@ def main():
                         help=f"one, or several that train side by side: {', '.join(DRAFTERS)} (default: moa0)")  # fmt: skip
     for name in ("no-lsa", "no-ca"):
         parser.add_argument(f"--{name}", dest="drafter", action="store_const", const=[name], help=f"short for --drafter {name}")
-    training_arguments(parser, checkpoint="drafters.ckpt", batch=4)
+    training_arguments(parser, checkpoint="drafters.ckpt", batch=4, lr=0.04)
     parser.add_argument("--periods", type=int, nargs=2, default=(3, 8), help="range of tokens between verifications")
     parser.add_argument("--patterns", type=positive(int), default=2, help="patterns of verifications tried on each batch")
     parser.add_argument("--ce-weight", type=float, default=1.0, help="weight of the cross-entropy (authors: 0.1)")
@@ -517,18 +527,18 @@ def main():
     text = ids + list(generate(target, ids, args.max_new_tokens, eot=enc.eot_token))
     if len(text) < max(12, len(ids) + 9):
         raise UserError("the anatomy needs a text of 12 tokens, 9 of them decoded: another --prompt, or more --max-new-tokens")
-    draw_masks()
-
-    print("\nIn drafting, 8 verified tokens and 4 drafted ones (what the caches really hold):\n")
-    with torch.inference_mode():
-        cache = target.new_cache()
-        states = target.states(torch.tensor([text[:8]], device=args.device), cache)
-        drafter.reset()
-        drafter.observe(drafter.memory(cache, states))
-        for n in range(9, 13):
-            drafter.propose(text[:9], text[9:n], list(range(-1, n - 10)))
-            sa, ca = drafter.sa_cache.length, drafter.ca_cache.length
-            print(f"  query {n - 1:2d}  SA {' '.join('■' * sa):25} CA {' '.join('■' * ca)}")
+    if isinstance(drafter, MoADrafter):
+        draw_masks()
+        print("\nIn drafting, 8 verified tokens and 4 drafted ones (what the caches really hold):\n")
+        with torch.inference_mode():
+            cache = target.new_cache()
+            states = target.states(torch.tensor([text[:8]], device=args.device), cache)
+            drafter.reset()
+            drafter.observe(drafter.memory(cache, states))
+            for n in range(9, 13):
+                drafter.propose(text[:9], text[9:n], list(range(-1, n - 10)))
+                sa, ca = drafter.sa_cache.length, drafter.ca_cache.length
+                print(f"  query {n - 1:2d}  SA {' '.join('■' * sa):25} CA {' '.join('■' * ca)}")
 
     print("\nAgreement with the target's likeliest token, by distance from the last verified one:\n")
     for distance, share in enumerate(agreement(target, drafter, text, len(ids)), 1):

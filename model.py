@@ -357,7 +357,7 @@ def load_weights(path, build, script):
     except UserError:
         raise
     except Exception as e:  # torch raises half a dozen types for a damaged file
-        raise UserError(f"{path}: not weights of this version , or damaged ({type(e).__name__}); {hint} makes them anew") from None
+        raise UserError(f"{path}: not weights of this version, or damaged ({type(e).__name__}); {hint} makes them anew") from None
     return module.requires_grad_(False).eval(), saved
 
 def load_target(folder=WEIGHTS, device="cpu"):
@@ -486,9 +486,9 @@ def fit(modules, losses_at, report, args, identity):
     fast = saved["fast"] if saved else fast_bfloat16(device)  # a resumed run keeps its optimisers
     precision = torch.autocast(device.type, torch.bfloat16, enabled=fast)
     if fast:
-        optimizers = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)]
+        optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01)]
     else:
-        optimizers = [torch.optim.AdamW(matrices, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)]
+        optimizers = [torch.optim.AdamW(matrices, lr=args.lr / 10, betas=(0.9, 0.95), weight_decay=0.1)]
     optimizers.append(torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0))
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     step, spent, tokens = 0, 0.0, 0
@@ -591,12 +591,13 @@ def arguments(description, *commands):
     parser.add_argument("--max-new-tokens", type=int, default=64, help="fewer where the context ends (default: %(default)s)")
     return parser
 
-def training_arguments(parser, checkpoint, batch):
+def training_arguments(parser, checkpoint, batch, lr=0.02):
     add = parser.add_argument_group("training").add_argument
     add("--minutes", type=positive(float), default=60, help="time budget, that of resumed runs included (default: %(default)s)")
     add("--steps", type=positive(int), help="a budget of steps in place of minutes")
     add("--data", help="a text file or a folder of them (default: the Python standard library)")
     add("--batch", type=positive(int), default=batch, help="windows a step (default: %(default)s)")
+    add("--lr", type=positive(float), default=lr, help="Muon's, of the blocks' matrices; a tenth of it AdamW's (default: %(default)s)")
     add("--window", type=positive(int), default=512, help="tokens a window (default: %(default)s)")
     add("--checkpoint", default=checkpoint, help="where to (default: %(default)s)")
     add("--save-every", type=float, default=5, help="minutes between checkpoints (default: %(default)s)")

@@ -9,11 +9,11 @@
 Throughout, p is the target's distribution, q the drafter's, k the draft length. A cycle is one draft and its verification;
 tau is the tokens emitted a cycle, the target's own token included.
 """
-import argparse
 import itertools
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import time
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from model import Random, Sampling, UserError, arguments, check_prompt, cli, decode_stream, encode_prompts, generate, load_target, positive
-from moa import DRAFTERS, agreement, ancestors, load_drafter, size
+from moa import DRAFTERS, agreement, ancestors, load_drafter
 
 @dataclass(frozen=True)
 class Tree:
@@ -43,10 +43,10 @@ class Tree:
 
     @staticmethod
     def parse(text):
-        """ "BREADTHxDEPTH:TOTAL" -> Tree. Raises ValueError."""
-        breadth, rest = text.split("x")
-        depth, total = rest.split(":")
-        return Tree(int(breadth), int(depth), int(total))
+        """ "BREADTHxDEPTH:TOTAL" -> Tree. Raises UserError."""
+        if not (numbers := re.fullmatch(r"(\d+)x(\d+):(\d+)", text)):
+            raise UserError(f"a tree is BREADTHxDEPTH:TOTAL, like 4x6:16, not {text!r}")
+        return Tree(*map(int, numbers.groups()))
 
 def chain(length):
     return Tree(1, length, length)
@@ -81,9 +81,9 @@ def speculate(target, drafter, ids, max_new_tokens, tree=chain(5), sampling=Samp
     c the last committed token and x y z a draft, c has been emitted but not yet read by the target: its cache, and the
     drafter's memory, end at b. The pass reads c x y z; its row for c judges x, its row for z gives one token more.
 
-    tree: the shape of the drafts. They end early once the best path's probability under the drafter is below `confidence`;
-    the token that brought it there stays, since dropping a token for what it is would bias the output. Ends after `eot`,
-    at max_new_tokens or where block_size ends. Raises UserError for what cannot be decoded.
+    A draft ends early once its best path's probability under the drafter is below `confidence`; what brought it there stays,
+    since dropping a token for what it is would bias the output. Ends after `eot`, at max_new_tokens or where block_size
+    ends. Raises UserError for what cannot be decoded.
     """
     if not 0 <= confidence <= 1:
         raise UserError(f"confidence must lie in [0, 1], not {confidence}")
@@ -134,11 +134,11 @@ def grow(drafter, ids, tree, sampling, confidence, rng, clock):
     """The dynamic tree of EAGLE-2 (arXiv 2406.16858), for any drafter -> Draft.
 
     A node's score is the log-probability of its path. Greedy: children are the likeliest tokens, and the best scores stay.
-    Sampled: children are drawn one by one without replacement, which accepts more than the likeliest ones would. Which of
-    them stay must then not depend on what they are, or the output is biased: a child ranks by all the mass that was left
-    when it was drawn, an upper bound of its score that its own value does not move. Nothing that its value does move, its
-    later siblings and descendants, can outrank it, nor can those of a node that it kept from being expanded. Which nodes
-    get children may depend on anything: a node without children is simply where the target draws by itself.
+    Sampled: children are drawn one by one without replacement. Which of them stay must not depend on what they are, or the
+    output is biased; so a child ranks by all the mass that was left when it was drawn, an upper bound of its score that its
+    own value does not move. What its value does move, its younger siblings, its descendants and the children of nodes that
+    it takes the place of, ranks below it. Who gets children may depend on anything: a node without children is where the
+    target draws by itself.
     """
     tokens, parents, q, score, rank = [], [], [], [], []
     read, level = [], [-1]  # nodes that the drafter has read; those whose children come next
@@ -243,7 +243,7 @@ def trace(enc, prompt, cycles, colour):
                 yield accepted.format(piece)
             else:
                 refused = zip(cycle.draft.tokens, cycle.draft.parents)
-                yield from (rejected.format(enc.decode([token])) for token, parent in refused if parent == ([-1] + cycle.path)[-1])
+                yield from (rejected.format(enc.decode([x])) for x, parent in refused if parent == ([-1] + cycle.path)[-1])
                 yield own.format(piece)
 
 def marks(colour):
@@ -258,7 +258,8 @@ def draw_tree(enc, cycle, colour):
         ends = node == ([-1] + cycle.path)[-1] and len(cycle.emitted) > len(cycle.path)
         for i in children + [None] * ends:
             last = i == (None if ends else children[-1])
-            mark, token = (own, cycle.emitted[-1]) if i is None else (accepted if i in cycle.path else rejected, cycle.draft.tokens[i])
+            mark = own if i is None else accepted if i in cycle.path else rejected
+            token = cycle.emitted[-1] if i is None else cycle.draft.tokens[i]
             yield indent + ("└─" if last else "├─") + mark.format(repr(enc.decode([token])))
             if i is not None:
                 yield from lines(i, indent + ("  " if last else "│ "))
@@ -311,7 +312,8 @@ def summarise(runs, target, sampling):
     ms = {f"{step}_ms": 1e3 * median(c.seconds[step] for c in cycles) for step in ("draft", "verify", "observe", "other")}
     different = [run for run in runs if run["plain"] != run["text"]] if sampling.temperature == 0 else []
     ratios = [len(run["text"]) / run["s"] / (len(run["plain"]) / run["plain_s"]) for run in runs if run["plain"]]
-    tau, plain = sum(len(c.emitted) for c in cycles) / max(1, len(cycles)), median(len(run["plain"]) / run["plain_s"] for run in runs)
+    tau = sum(len(c.emitted) for c in cycles) / max(1, len(cycles))
+    plain = median(len(run["plain"]) / run["plain_s"] for run in runs)
     return {
         "plain_tokens_per_s": plain,
         "tokens_per_s": median(len(run["text"]) / run["s"] for run in runs),
@@ -328,9 +330,8 @@ def summarise(runs, target, sampling):
         "different": len(different),
     }
 
-def table(result):
-    """-> the lines of the table."""
-    r = result
+def table(r):
+    """-> the lines of a summary's table."""
     yield f"{'median over prompts':26}{'plain':>12}{'speculative':>14}"
     yield f"{'tokens/s':26}{r['plain_tokens_per_s']:12.1f}{r['tokens_per_s']:14.1f}   ratio {r['speedup']:.2f}"
     yield f"{'target passes':26}{r['plain_target_passes']:12.0f}{r['target_passes']:14.0f}"
@@ -353,7 +354,8 @@ def verdict(results):
 def best_length(target, drafter, prompts, args, sampling, longest=10):
     """The chain length with the most expected tokens a second, from this machine's own T(1), T(k + 1) and drafting cost and
     the acceptance on the first prompts. -> length, and the reasoning in a line."""
-    cycles = [c for ids in prompts[:3] for c in list(speculate(target, drafter, ids, 48, chain(longest), sampling, rng=Random(args.seed)))[1:]]
+    runs = [list(speculate(target, drafter, ids, 48, chain(longest), sampling, rng=Random(args.seed))) for ids in prompts[:3]]
+    cycles = [cycle for run in runs for cycle in run[1:]]
     if not cycles:
         raise UserError("--draft-length auto needs prompts with room behind them for a few tokens")
     rates, stands, expected, T = [], 1.0, 1.0, []
@@ -380,20 +382,17 @@ def best_length(target, drafter, prompts, args, sampling, longest=10):
 
 def compare(target, enc, drafters, prompts, args, sampling):
     """Print the paper's main table in miniature, and where its differences come from. -> what --json writes."""
+    parameters = {name: sum(p.numel() for p in drafter.parameters()) for name, drafter in drafters.items()}
     shapes = {"chain": chain(args.draft_length), "tree": args.tree}
     methods = {(name, shape): (drafter, tree) for name, drafter in drafters.items() for shape, tree in shapes.items()}
-    runs = {key: [] for key in methods}
-    for n, by_method in enumerate(measure(target, methods, prompts, enc, args, sampling), 1):
-        print(f"\rprompt {n} of {len(prompts)}", end="", file=sys.stderr, flush=True)
-        for key, run in by_method.items():
-            runs[key].append(run)
-    print("\r", end="", file=sys.stderr)
+    by_prompt = list(measure(target, methods, prompts, enc, args, sampling))
+    runs = {key: [by_method[key] for by_method in by_prompt] for key in methods}
     results = {key: summarise(of_method, target, sampling) for key, of_method in runs.items()}
     print(f"{'':12}{'trained':>8}  {'draft':9}{'tau':>5}  {'ratio to plain':18}{'bound':>6}{'passes':>7}{'draft':>7}{'verify':>7}"
           f"{'observe':>8}  acceptance by position")  # fmt: skip
     for (name, shape), r in results.items():
         low, high = r["speedup_range"]
-        print(f"{name:12}{size(drafters[name]) / 1e6:7.2f}M  {str(shapes[shape]):9}{r['tau']:5.2f}  {r['speedup']:.2f} ({low:.2f}..{high:.2f}) "
+        print(f"{name:12}{parameters[name] / 1e6:7.2f}M  {str(shapes[shape]):9}{r['tau']:5.2f}  {r['speedup']:.2f} ({low:.2f}..{high:.2f}) "
               f"{r['free_drafter_share']:8.2f}{r['target_passes']:7.0f}{r['draft_ms']:7.2f}{r['verify_ms']:7.2f}{r['observe_ms']:8.2f}  "
               + " ".join(f"{a:.2f}" for a in r["acceptance_by_position"]))  # fmt: skip
     print(f"ratios: medians and range over {len(prompts)} prompts; bound: share of the speed with a drafter that costs nothing,")
@@ -407,9 +406,8 @@ def compare(target, enc, drafters, prompts, args, sampling):
                             for shape in shapes for key in ("tau", "tokens_per_s")}  # fmt: skip
             print(f"{name} / eagle: " + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in ratios[name].items()))
 
-    texts = [(run["prompt"] + run["plain"], len(run["prompt"])) for run in next(iter(runs.values()))]
-    texts = [(text, start) for text, start in texts if len(text) > start + 8]
-    curves = {}
+    curves, first = {}, next(iter(runs.values()))
+    texts = [(run["prompt"] + run["plain"], len(run["prompt"])) for run in first if len(run["plain"]) > 8]
     if texts:
         print("\nAgreement with the target's likeliest token, by distance from the last verified one (bars from 40% to 100%):\n")
         for name, drafter in drafters.items():
@@ -420,7 +418,7 @@ def compare(target, enc, drafters, prompts, args, sampling):
         if args.svg:
             args.svg.write_text(chart(curves))
     return {
-        "methods": [{"name": name, "parameters": size(drafter), **{shape: results[name, shape] for shape in shapes},
+        "methods": [{"name": name, "parameters": parameters[name], **{shape: results[name, shape] for shape in shapes},
                      "agreement_by_distance": curves.get(name)} for name, drafter in drafters.items()],
         "over_eagle": ratios,
     }  # fmt: skip
@@ -442,27 +440,20 @@ def chart(curves, low=0.4):
     return "\n".join([*out, "</svg>"]) + "\n"
 
 def main():
-    def length(text):
-        return text if text == "auto" else int(text)
-
-    def tree(text):
-        try:
-            return Tree.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not BREADTHxDEPTH:TOTAL, like 4x6:16") from None
-
+    length = lambda text: text if text == "auto" else int(text)
+    length.__name__ = "length"  # which argparse's messages show
     parser = arguments(__doc__, "demo", "compare")
     add = parser.add_argument
-    add("--drafter", nargs="+", metavar="NAME", help=f"NAME.pt in the weights folder, of {', '.join(DRAFTERS)} (default: moa0; compare takes several)")
+    add("--drafter", nargs="+", metavar="NAME", help=f"of {', '.join(DRAFTERS)} (default: moa0; compare takes several)")
     add("--draft-length", type=length, default=5, help="k, or auto: what this machine's timings call for (default %(default)s)")
-    add("--tree", type=tree, help="BREADTHxDEPTH:TOTAL: draft trees (compare's default: 3x5:10)")
+    add("--tree", type=Tree.parse, help="BREADTHxDEPTH:TOTAL: draft trees (compare's default: 3x5:10)")
     add("--confidence", type=float, default=0.0, help="end a draft below this probability (default: never)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, default=0, help="0 is off (default)")
     add("--top-p", type=float, default=1.0, help="1 is off (default)")
     add("--seed", type=int, default=0)
     add("--prompts", type=positive(int), help="use only the first so many held-out prompts")
-    add("--trace", type=int, nargs="?", const=4, default=0, metavar="N", help="draw the drafts of the first N cycles as trees (default 4)")
+    add("--trace", type=int, nargs="?", const=4, default=0, metavar="N", help="draw the first N (default 4) drafts as trees")
     add("--full", action="store_true", help="compare: every drafter, all prompts, 64 tokens; some minutes")
     add("--svg", type=Path, metavar="FILE", help="compare: draw the agreement by distance here")
     add("--json", type=Path, metavar="FILE", help="write every number of the table here")
@@ -485,8 +476,8 @@ def main():
         results = [method[shape] for method in result["methods"] for shape in ("chain", "tree")]
     else:
         runs = []
-        for by_method in measure(target, {0: (drafters[names[0]], args.tree or chain(args.draft_length))}, prompts, enc, args, sampling):
-            run = by_method[0]
+        method = (drafters[names[0]], args.tree or chain(args.draft_length))
+        for run in (by_method[0] for by_method in measure(target, {0: method}, prompts, enc, args, sampling)):
             if not runs:
                 print(*trace(enc, run["prompt"], run["cycles"], colour=sys.stdout.isatty()), sep="")
                 for n, cycle in enumerate(run["cycles"][1 : 1 + args.trace], 1):
@@ -498,7 +489,7 @@ def main():
         print(*table(result), sep="\n")
     if args.json:
         machine = f"{platform.machine()}, {platform.processor() or platform.system()}, {torch.get_num_threads()} threads"
-        settings = {k: str(v) if k == "tree" else v for k, v in vars(args).items() if k not in ("json", "svg", "weights", "command")}
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "svg", "weights", "command")} | {"tree": str(args.tree)}
         args.json.write_text(json.dumps({**result, "settings": settings, "machine": machine, "torch": torch.__version__}, indent=1))
     if any(r["different"] > r["near_tie_flips"] for r in results):
         sys.exit(1)

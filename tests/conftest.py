@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from moa import MoADrafter  # noqa: E402
+from moa import EagleDrafter, IndependentDrafter, MoADrafter, paths  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from speculative import Tree, chain  # noqa: E402
 
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
@@ -30,20 +31,36 @@ def tiny_target(seed=0, **config):
     return target.requires_grad_(False).eval()
 
 
-def tiny_moa(target, n_target_layers=0, seed=0):
-    torch.manual_seed(seed)
-    drafter = MoADrafter(target, n_target_layers, n_ffn=24, lsa_ffn=12).requires_grad_(False).eval()
+def sharpened(drafter):
     for p in drafter.parameters():
         if p.dim() == 2:
             p.data *= 2
-    return drafter
+    return drafter.requires_grad_(False).eval()
+
+
+def tiny_moa(target, n_target_layers=0, seed=0, **settings):
+    torch.manual_seed(seed)
+    drafter = MoADrafter(target, n_target_layers, **{**dict(n_ffn=24, lsa_ffn=12), **settings})
+    if n_target_layers:
+        drafter.mean.normal_(), drafter.std.uniform_(0.5, 2)
+    return sharpened(drafter)
+
+
+def tiny_eagle(target, seed=0):
+    torch.manual_seed(seed)
+    return sharpened(EagleDrafter(target, n_ffn=24))
+
+
+def tiny_independent(target, seed=0):
+    torch.manual_seed(seed)
+    return sharpened(IndependentDrafter(target, n_ffn=24))
 
 
 class Scripted:
     """A drafter that is a function of the tokens: `logits_of(ids) -> (V,)`. It sees nothing of the target."""
 
     def __init__(self, logits_of):
-        self.propose = logits_of
+        self.propose = lambda *tree: torch.stack([logits_of(ids) for ids in paths(*tree)])
 
     def reset(self):
         pass
@@ -90,11 +107,21 @@ def pytest_configure(config):
 def any_drafter(target, kind, seed=0):
     if kind == "yours":
         return YOURS["class"](target)
-    return tiny_moa(target, int(kind[3:]), seed) if kind.startswith("moa") else scripted(target, kind)
+    return TRAINED[kind](target, seed=seed) if kind in TRAINED else scripted(target, kind)
 
 
 YOURS = {}
-KINDS = ["right", "wrong", "noise", "ties", "moa0", "moa1", "moa2"]
+TRAINED = {
+    "moa0": tiny_moa,
+    "moa1": lambda target, seed=0: tiny_moa(target, 1, seed),
+    "moa2": lambda target, seed=0: tiny_moa(target, 2, seed),
+    "no-lsa": lambda target, seed=0: tiny_moa(target, 0, seed, lsa_ffn=0),
+    "eagle": tiny_eagle,
+    "independent": tiny_independent,
+}
+KINDS = ["right", "wrong", "noise", "ties", *TRAINED]
+chains = st.builds(chain, st.integers(0, 6))
+trees = st.builds(Tree, breadth=st.integers(1, 4), depth=st.integers(0, 6), total=st.integers(0, 14))
 targets = st.builds(
     tiny_target, seed=st.integers(0, 200), n_kv_head=st.sampled_from([1, 2, 4]), tie_embeddings=st.booleans()
 )

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from moa import DRAFTERS
 from model import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,8 @@ def run(*command, cwd=ROOT):
     (["speculative.py", "--max-new-tokens", "16", "--prompts", "2"], "identical: yes"),
     (["speculative.py", "--max-new-tokens", "16", "--prompt", "", "--temperature", "0.8", "--top-k", "50"], "tau"),
     (["speculative.py", "--max-new-tokens", "0", "--prompt", "x"], "tau"),
+    (["speculative.py", "--max-new-tokens", "16", "--prompts", "1", "--tree", "3x4:8", "--drafter", "eagle", "--trace"], "cycle 2"),
+    (["speculative.py", "--max-new-tokens", "12", "--prompts", "1", "--draft-length", "auto"], "expected tokens/s by length"),
     (["speculative.py", "--max-new-tokens", "9", "--prompt", "añ漢🙂<|endoftext|>", "--draft-length", "0"], "identical: yes"),
 ])  # fmt: skip
 def test_demos(command, says):
@@ -42,12 +46,15 @@ SMALL = ["--data", str(ROOT / "model.py"), "--batch", "1", "--minutes", "0.001"]
     ["speculative", "--temperature", "-1"], ["speculative", "--top-p", "0"], ["speculative", "--top-k", "-1"],
     ["speculative", "--draft-length", "-1"], ["speculative", "--max-new-tokens", "-1"], ["speculative", "--prompts", "0"],
     ["speculative", "--confidence", "7"], ["speculative", "--json", "no/such/folder/x"], ["speculative", "--json", "weights"],
-    ["speculative", "--drafter", "nothing.pt"], ["speculative", "--drafter", "target.pt"], ["moa", "--drafter", "nothing.pt"],
+    ["speculative", "--drafter", "nothing"], ["speculative", "--drafter", "target"], ["moa", "--drafter", "nothing"],
+    ["speculative", "--drafter"], ["speculative", "--tree", "4x4"], ["speculative", "--tree", "0x4:4"], ["speculative", "--tree", "99x99:9"],
+    ["speculative", "--draft-length", "many"], ["speculative", "--draft-length", "513"], ["speculative", "compare", "--svg", "no/such/x"],
+    ["speculative", "--draft-length", "auto", "--prompt", "x", "--max-new-tokens", "-1"], ["speculative", "--trace", "x"],
     ["moa", "--prompt", "x", "--max-new-tokens", "2"], ["moa", "--max-new-tokens", "0"], ["moa", "--prompt", "word " * 600],
     ["model", "train", "--data", "nowhere"], ["model", "train", "--batch", "0"], ["model", "train", "--minutes", "-1"],
-    ["model", "train", "--window", "1"], ["moa", "train", "--periods", "5", "2"], ["moa", "train", "--target-layers", "99"],
+    ["model", "train", "--window", "1"], ["moa", "train", "--periods", "5", "2"], ["moa", "train", "--drafter", "moa99"],
     ["moa", "train", *SMALL, "--batch", "100000"], ["moa", "train", *SMALL, "--resume", "--checkpoint", "nothing"],
-    ["moa", "train", *SMALL, "--checkpoint", "no/such/folder/x", "--drafter", "unused.pt"],
+    ["moa", "train", *SMALL, "--checkpoint", "no/such/folder/x"],
 ])  # fmt: skip
 def test_bad_input_is_one_line(command, monkeypatch, capsys):
     """In this process, by way of the function that every file hands its main to."""
@@ -91,6 +98,21 @@ def test_json_holds_every_number_of_the_table(tmp_path):
     assert len(out["acceptance_by_position"]) == 5 and f"{out['tau']:.2f}" in done.stdout
 
 
+def test_compare_measures_every_method_and_draws_them(tmp_path):
+    done = run("speculative.py", "compare", "--prompts", "2", "--max-new-tokens", "14", "--drafter", "moa0", "eagle", "independent",
+               "--json", tmp_path / "out.json", "--svg", tmp_path / "out.svg")  # fmt: skip
+    assert done.returncode == 0 and "identical: yes" in done.stdout and "moa0 / eagle: tau chain" in done.stdout, done.stderr
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert [method["name"] for method in out["methods"]] == ["moa0", "eagle", "independent"]
+    for method in out["methods"]:
+        assert method["parameters"] > 1e6 and len(method["agreement_by_distance"]) == 8 and max(method["agreement_by_distance"]) > 0
+        for shape in ("chain", "tree"):
+            assert method[shape]["tau"] >= 1 and method[shape]["speedup"] > 0 and method[shape]["identical"]
+    assert out["over_eagle"]["moa0"]["tau_tree"] > 0
+    lines = ElementTree.parse(tmp_path / "out.svg").findall(".//{*}polyline")
+    assert len(lines) == 3 and all(len(line.get("points").split()) == 8 for line in lines)
+
+
 def test_trains_resumes_and_decodes_what_it_trained(tmp_path):
     """On a small text: target and drafter, a resumed run that goes on counting, one that must not, and the loop over it."""
     (tmp_path / "text").write_text("".join(f"line {i} of a text about {i % 7} cats\n" for i in range(3000)))
@@ -99,15 +121,20 @@ def test_trains_resumes_and_decodes_what_it_trained(tmp_path):
     (weights / "tokenizer.tiktoken").write_text((ROOT / "weights" / "tokenizer.tiktoken").read_text())
     common = ["--data", tmp_path / "text", "--weights", weights, "--batch", "2", "--window", "64", "--save-every", "0"]
     saved = lambda: torch.load(tmp_path / "ckpt", weights_only=True)
-    for file in ("model.py", "moa.py"):
-        command = [file, "train", *common, "--checkpoint", tmp_path / "ckpt"]
-        done = run(*command, "--minutes", "0.02")
-        assert done.returncode == 0, done.stderr
-        before = saved()
-        done = run(*command, "--minutes", before["spent"] / 60 + 0.02, "--resume")  # however slow the machine, a step
-        assert done.returncode == 0 and "held-out" in done.stdout and saved()["step"] > before["step"], done.stderr
+    for file, drafters in (("model.py", []), ("moa.py", ["--drafter", *DRAFTERS])):
+        command = [file, "train", *common, *drafters, "--checkpoint", tmp_path / "ckpt"]
+        done = run(*command, "--steps", "2")
+        assert done.returncode == 0 and saved()["step"] == 2, done.stderr
+        done = run(*command, "--steps", "3", "--resume")
+        assert done.returncode == 0 and "held-out" in done.stdout and saved()["step"] == 3, done.stderr
+    for name, (_, settings) in DRAFTERS.items():
+        how = json.loads((weights / f"{name}.json").read_text())
+        assert how["steps"] == 3 and how["tokens"] == 3 * 2 * 64 and how["held_out"]["cross_entropy"] > 0
+        assert settings.items() <= how["settings"].items()
     done = run("model.py", "train", *common, "--checkpoint", tmp_path / "ckpt", "--resume")
     assert done.returncode != 0 and "another run" in done.stderr
-    done = run("speculative.py", "--weights", weights, "--max-new-tokens", "12", "--json", tmp_path / "out.json")
+    done = run("moa.py", "train", *common, "--checkpoint", tmp_path / "ckpt", "--minutes", "0.001", "--drafter", "moa0")
+    assert done.returncode == 0 and saved()["step"] >= 1, done.stderr
+    done = run("speculative.py", "--weights", weights, "--max-new-tokens", "12", "--drafter", "moa3", "--json", tmp_path / "out.json")
     assert done.returncode == 0 and "identical: yes" in done.stdout, done.stdout + done.stderr
     assert json.loads((tmp_path / "out.json").read_text())["tau"] >= 1

@@ -5,14 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from conftest import prompts, targets, tiny_moa, tiny_target
+from conftest import prompts, scripted, targets, tiny_eagle, tiny_independent, tiny_moa, tiny_target
 from hypothesis import given
 from hypothesis import strategies as st
 
 import moa
 from model import GPT, MLP, GPTConfig, UserError, save_weights
-from moa import MoADrafter, agreement, attention_masks, draft_loss, load_drafter, periodic_resets, target_id
+from moa import (DRAFTERS, EagleDrafter, IndependentDrafter, MoADrafter, agreement, attention_masks, draft_loss, load_drafter,
+                 periodic_resets, target_id)  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -44,8 +46,12 @@ def test_golden_numbers_of_the_authors_code(N, monkeypatch):
     drafter = MoADrafter(target, N, n_kv_head=c["num_key_value_heads"], n_ffn=1, lsa_ffn=24)
     drafter.sa.mlp, drafter.ca.mlp = MLP(32, 28), MLP(32, 36)
     ours = {"layer_self_attention": "lsa.block", "Ekv2E": "lsa.proj", "self_attention": "sa", "cross_attention": "ca"}
-    drafter.load_state_dict({ours[name.split(".")[0]] + name[name.index(".") :]: w for name, w in weights.items()
-                             if name.split(".")[0] in ours})  # fmt: skip
+    drafter.tokens = nn.Identity()
+    drafter.tokens.register_forward_hook(lambda _, __, ids: target.model.embed_tokens(ids))
+    units = {"ca.self_attn.q_bias": torch.zeros(4, 8), "ca.self_attn.k_bias": torch.zeros(2, 8)}
+    units |= {"mean": torch.zeros(32), "std": torch.ones(32)} if N else {}
+    drafter.load_state_dict({**units, **{ours[name.split(".")[0]] + name[name.index(".") :]: w for name, w in weights.items()
+                             if name.split(".")[0] in ours}})  # fmt: skip
     compared = []
 
     def same(got, key):
@@ -79,22 +85,69 @@ def test_golden_numbers_of_the_authors_code(N, monkeypatch):
     assert set(compared) | {"ids", "response_mask", "config"} == {key for key in z.files if not key.startswith("w/")}
 
 
-@given(targets, st.integers(0, 2), st.integers(2, 6), st.lists(st.integers(0, 16), min_size=12, max_size=12))
-def test_training_computes_what_drafting_does(target, N, period, ids):
+def draft_along(target, drafter, ids, reset, steps):
+    """Drafting behind `reset` verified tokens, the draft being the text's own -> logits of each step."""
+    cache = target.new_cache()
+    states = target.states(torch.tensor([ids[:reset]]), cache)
+    drafter.reset()
+    drafter.observe(drafter.memory(cache, states))
+    rest = ids[reset + 1 :]
+    return [drafter.propose(ids[: reset + 1], rest[:d], list(range(-1, d - 1)))[-1] for d in range(steps)]
+
+
+@given(targets, st.integers(0, 2), st.booleans(), st.integers(2, 6), st.lists(st.integers(0, 16), min_size=12, max_size=12))
+def test_training_computes_what_drafting_does(target, N, lsa, period, ids):
     """Each block of the parallel pass against the drafter, step by step, that has verified up to the block's reset."""
-    drafter, idx = tiny_moa(target, N), torch.tensor([ids])
+    drafter, idx = tiny_moa(target, N, lsa_ffn=12 * lsa), torch.tensor([ids])
     cache = target.new_cache()
     states = target.states(idx, cache)
     state, _ = drafter(idx, drafter.memory(cache, states), periodic_resets(torch.tensor([period]), len(ids)))
     parallel = target.lm_head(state)[0]
     with torch.inference_mode():
         for reset in range(0, len(ids) - 1, period):
-            drafter.reset()
-            cache = target.new_cache()
-            states = target.states(idx[:, : reset + 1], cache)
-            drafter.observe(drafter.memory(cache, states))
-            for i in range(reset + 1, min(reset + period, len(ids))):
-                assert torch.allclose(drafter.propose(ids[: i + 1]), parallel[i], atol=1e-9)
+            steps = min(period, len(ids) - reset) - 1
+            for i, logits in enumerate(draft_along(target, drafter, ids, reset + 1, steps), reset + 1):
+                assert torch.allclose(logits, parallel[i], atol=1e-9)
+
+
+@given(targets, st.sampled_from([tiny_eagle, tiny_independent]), st.integers(1, 10), st.lists(st.integers(0, 16), min_size=12, max_size=12))
+def test_training_of_the_baselines_computes_what_drafting_does(target, tiny, verified, ids):
+    """EAGLE: the first step of a draft; a later one is a pass over its own predictions, which training never saw.
+    Independent: every step."""
+    drafter, idx, cache = tiny(target), torch.tensor([ids]), target.new_cache()
+    states = target.states(idx, cache)
+    parallel, _ = drafter(idx, drafter.memory(cache, states))
+    with torch.inference_mode():
+        drafted = torch.stack(draft_along(target, drafter, ids, verified, len(ids) - verified))
+    if tiny is tiny_independent:
+        assert torch.allclose(drafted, target.lm_head(parallel)[0, verified:], atol=1e-9)
+        return
+    assert torch.allclose(drafted[0], target.lm_head(parallel)[0, verified], atol=1e-9)
+    own = states.clone()  # by definition, one predicted state after the other in place of the true ones
+    for i in range(verified, len(ids)):
+        own[:, i] = drafter(idx, (own,))[0][:, i]
+    assert torch.allclose(drafted, target.lm_head(own)[0, verified:], atol=1e-9)
+    if verified < 10:
+        assert not torch.allclose(drafted[1:], target.lm_head(parallel)[0, verified + 1 :], atol=1e-6)
+
+
+def test_eagle_trains_on_noise_and_drafts_without():
+    target = tiny_target(0)
+    drafter, ids, f = tiny_eagle(target), torch.randint(17, (1, 12)), torch.randn(1, 12, 16)
+    run = lambda f: drafter(ids, (f,))[0]
+    assert torch.equal(run(f), run(f))
+    other = f.clone()
+    other[:, 5] += 1
+    moved = (run(f) - run(other)).abs().amax(-1)[0] > 1e-9
+    assert not moved[:6].any() and moved[6]  # state 5 is read with token 6
+    drafter.train()
+    assert not torch.allclose(run(f), run(f), atol=1e-3)
+
+
+def test_all_drafters_have_the_same_trained_size():
+    target = GPT(GPTConfig())
+    sizes = [sum(p.numel() for p in kind(target, **settings).parameters()) for kind, settings in DRAFTERS.values()]
+    assert max(sizes) < 1.05 * min(sizes)
 
 
 @given(targets, prompts, st.integers(0, 2))
@@ -176,36 +229,44 @@ def test_gradients_reach_the_drafter_and_not_the_target():
 
 
 def test_agreement_counts_by_distance():
-    """A drafter that copies the target's states agrees always; one that is right up to distance 2, there only."""
-    target = tiny_target(0)
+    """A drafter that is right always agrees; one that is right for three tokens behind what it was shown, there only."""
+    target, text = tiny_target(0, block_size=40), torch.randint(17, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    class Copy(MoADrafter):
+    class Reaching(type(scripted(target, "right"))):
+        def __init__(self, reach):
+            self.reach, self.right = reach, scripted(target, "right")
+
         def memory(self, cache, states):
-            return states, None
+            self.verified = cache.length
 
-        def forward(self, idx, memory, last_reset, staircase=False):
-            right = torch.arange(idx.size(1)) - last_reset <= self.reach
-            return torch.where(right[..., None], memory[0], -memory[0]), None
+        def propose(self, ids, tokens, parents, n=1):
+            assert len(ids) == self.verified + 1
+            return self.right.propose(ids, tokens, parents, n) * (1 if len(tokens) < self.reach else -1)
 
-    drafter, ids = Copy(target), torch.randint(17, (24,)).tolist()
-    drafter.reach = 99
-    assert agreement(target, drafter, ids, 5) == [1.0] * 8
-    drafter.reach = 2
-    assert agreement(target, drafter, ids, 5) == [1.0] * 2 + [0.0] * 6
+    assert agreement(target, Reaching(99), text, 5) == [1.0] * 8
+    assert agreement(target, Reaching(3), text, 1, stride=3) == [1.0] * 3 + [0.0] * 5
+
+
+@pytest.mark.parametrize("kind", [MoADrafter, EagleDrafter, IndependentDrafter])
+def test_drafter_files_are_what_was_saved(kind, tmp_path):
+    target, path = tiny_target(0), tmp_path / "drafter.pt"
+    drafter = kind(target, n_ffn=24)
+    save_weights(path, drafter, kind=kind.__name__, settings=drafter.settings, target=target_id(target))
+    again = load_drafter(target, path)
+    assert type(again) is kind and again.settings == drafter.settings and not again.training
+    assert all(torch.equal(p.half(), q.half()) for p, q in zip(drafter.parameters(), again.parameters()))
 
 
 def test_drafter_files_that_do_not_fit_are_one_line(tmp_path):
-    target, path = tiny_target(0), tmp_path / "moa.pt"
+    target, path = tiny_target(0), tmp_path / "moa1.pt"
     drafter = MoADrafter(target, 1, n_ffn=24, lsa_ffn=12)
+    good = dict(kind="MoADrafter", settings=drafter.settings, target=target_id(target))
     for bad in (None, dict(settings={"n_target_layers": 9}), dict(settings={}), dict(settings={"colour": 1}),
-                dict(settings=drafter.settings, target=target_id(target) + 1)):  # fmt: skip
+                dict(target=target_id(target) + 1), dict(kind="GPT"), dict(kind="EagleDrafter")):  # fmt: skip
         if bad:
-            save_weights(path, drafter, **bad)
+            save_weights(path, drafter, **{**good, **bad})
         with pytest.raises(UserError) as error:
             load_drafter(target, path)
         assert "\n" not in str(error.value)
-    save_weights(path, drafter, settings=drafter.settings, target=target_id(target))
-    again = load_drafter(target, path)
-    assert again.N == 1 and all(torch.equal(p.half(), q.half()) for p, q in zip(drafter.parameters(), again.parameters()))
     with pytest.raises(UserError):
         MoADrafter(target, 3)
