@@ -136,18 +136,20 @@ class Spy:
         self.drafter, self.reset, self.propose, self.observe = drafter, drafter.reset, drafter.propose, drafter.observe
 
     def memory(self, cache, states):
-        self.cache, self.rows = cache, states.size(1)
+        self.cache, self.states = cache, states
         return self.drafter.memory(cache, states)
 
 
 @given(targets, prompts, st.sampled_from(KINDS), chains | trees)
 def test_target_cache_holds_the_committed_tokens_but_the_last(target, prompt, kind, tree):
-    """After any cycle: exact length, values of a fresh prefill; NaN in the rows beyond changes nothing."""
+    """After any cycle: exact length, values of a fresh prefill, as are the states handed on; NaN in the rows beyond changes
+    nothing."""
     spy, ids = Spy(any_drafter(target, kind)), list(prompt)
     for cycle in speculate(target, spy, prompt, 14, tree):
         ids += cycle.emitted
         fresh = target.new_cache()
-        target(torch.tensor([ids[:-1]]), fresh)
+        states = target.states(torch.tensor([ids[:-1]]), fresh)
+        assert torch.allclose(spy.states, states[:, -spy.states.size(1) :], atol=1e-9)
         n = spy.cache.length
         assert n == fresh.length == len(ids) - 1
         assert torch.allclose(spy.cache.kv[..., :n, :], fresh.kv[..., :n, :], atol=1e-9)
