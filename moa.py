@@ -405,6 +405,7 @@ def train(args):
         kind, settings = DRAFTERS[name]
         drafters[name] = kind(target, **settings).to(device)
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
+    first = window_batch(stream, 0, args.batch, args.window).to(device)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
 
     @torch.no_grad()
@@ -451,7 +452,7 @@ def train(args):
         terms = held_out_terms().items()
         return "held-out " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in terms)
 
-    entering = target_pass(window_batch(stream, 0, args.batch, args.window).to(device))[-1]
+    entering = target_pass(first)[-1]
     for drafter in drafters.values():
         if drafter.N:
             drafter.mean.copy_(entering[-drafter.N].float().mean((0, 1)))
