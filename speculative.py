@@ -445,7 +445,7 @@ def main():
     parser = arguments(__doc__, "demo", "compare")
     add = parser.add_argument
     add("--drafter", nargs="+", metavar="NAME", help=f"of {', '.join(DRAFTERS)} (default: moa0; compare takes several)")
-    add("--draft-length", type=length, default=5, help="k, or auto: what this machine's timings call for (default %(default)s)")
+    add("--draft-length", type=length, default=6, help="k, or auto: what this machine's timings call for (default %(default)s)")
     add("--tree", type=Tree.parse, help="BREADTHxDEPTH:TOTAL: draft trees (compare's default: 3x5:10)")
     add("--confidence", type=float, default=0.0, help="end a draft below this probability (default: never)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")

@@ -92,10 +92,10 @@ def test_a_closed_standard_output_is_no_traceback():
 def test_json_holds_every_number_of_the_table(tmp_path):
     done = run("speculative.py", "--max-new-tokens", "16", "--prompts", "2", "--json", tmp_path / "out.json")
     out = json.loads((tmp_path / "out.json").read_text())
-    assert done.returncode == 0 and out["identical"] is True and out["settings"]["draft_length"] == 5 and out["machine"]
+    assert done.returncode == 0 and out["identical"] is True and out["settings"]["draft_length"] == 6 and out["machine"]
     for key in ("plain_tokens_per_s", "tokens_per_s", "speedup", "tau", "draft_ms", "verify_ms", "observe_ms", "target_passes"):
         assert out[key] > 0
-    assert len(out["acceptance_by_position"]) == 5 and f"{out['tau']:.2f}" in done.stdout
+    assert 1 <= len(out["acceptance_by_position"]) <= 6 and f"{out['tau']:.2f}" in done.stdout
 
 
 def test_compare_measures_every_method_and_draws_them(tmp_path):
