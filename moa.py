@@ -399,11 +399,13 @@ def train(args):
     low, high = args.periods
     if not 2 <= low <= high:
         raise UserError(f"--periods takes two numbers, 2 <= low <= high, not {low} {high}")
-    drafters = {}
+    drafters, before = {}, {}
     for name in args.drafter:
         torch.manual_seed(0)
         kind, settings = DRAFTERS[name]
-        drafters[name] = kind(target, **settings).to(device)
+        path = folder / f"{name}.pt"
+        drafters[name] = load_drafter(target, path).requires_grad_(True).train() if args.init else kind(target, **settings).to(device)
+        before[name] = json.loads(path.with_suffix(".json").read_text())["steps"] if args.init else 0
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
     first = window_batch(stream, 0, args.batch, args.window).to(device)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
@@ -420,7 +422,7 @@ def train(args):
         states, logits, entering = truth
         memory, total = [part.float() for part in drafter.memory(cache, states)], 0.0  # whatever autocast made of it
         for _ in range(patterns):
-            periods = torch.randint(low, high + 1, (len(ids),), generator=rng).to(device)
+            periods = (low * ((high + 1) / low) ** torch.rand(len(ids), generator=rng)).long().to(device)  # log-uniform
             last_reset = periodic_resets(periods, len(i)) if drafter.on_policy else (i - 1).clamp(min=0).expand(len(ids), -1)
             mask = last_reset != i  # drafting never stands on a verified token
             state, entered = drafter(ids, memory, last_reset, staircase and drafter.on_policy)
@@ -431,7 +433,8 @@ def train(args):
         return total, terms, (own.argmax(-1) == logits.argmax(-1))[mask].float().mean()
 
     def losses_at(step, progress):
-        staircase = random.Random(step).random() < 1 - 2 * progress
+        staircase = not args.init and random.Random(step).random() < 1 - 2 * progress
+        step += max(before.values())  # the text goes on where an earlier training stopped
         ids = window_batch(stream, step, args.batch, args.window).to(device)
         truth = target_pass(ids)
         for drafter in drafters.values():
@@ -454,7 +457,7 @@ def train(args):
 
     entering = target_pass(first)[-1]
     for drafter in drafters.values():
-        if drafter.N:
+        if drafter.N and not args.init:
             drafter.mean.copy_(entering[-drafter.N].float().mean((0, 1)))
             drafter.std.copy_(entering[-drafter.N].float().std((0, 1)).clamp(min=1e-2))
     steps = fit(list(drafters.values()), losses_at, report, args, identity=[*drafters, target_id(target)])
@@ -462,8 +465,9 @@ def train(args):
     for (name, drafter), terms in zip(drafters.items(), held_out_terms().values()):
         what = dict(kind=type(drafter).__name__, settings=drafter.settings)
         save_weights(folder / f"{name}.pt", drafter, **what, target=target_id(target))
+        steps_of = before[name] + steps
         how = {key: getattr(args, key) for key in ("batch", "window", "periods", "patterns", "lr", "ce_weight")}
-        how |= dict(parameters=sum(p.numel() for p in drafter.parameters()), steps=steps, tokens=steps * args.batch * args.window, held_out=terms, **what)
+        how |= dict(parameters=sum(p.numel() for p in drafter.parameters()), steps=steps_of, tokens=steps_of * args.batch * args.window, held_out=terms, **what)
         (folder / f"{name}.json").write_text(json.dumps(how, indent=1) + "\n")
 
 def target_id(target):
@@ -516,7 +520,8 @@ def main():
     for name in ("no-lsa", "no-ca"):
         parser.add_argument(f"--{name}", dest="drafter", action="store_const", const=[name], help=f"short for --drafter {name}")
     training_arguments(parser, checkpoint="drafters.ckpt", batch=4, lr=0.04)
-    parser.add_argument("--periods", type=int, nargs=2, default=(3, 8), help="range of tokens between verifications")
+    parser.add_argument("--init", action="store_true", help="start from the drafters in --weights, to train them on")
+    parser.add_argument("--periods", type=int, nargs=2, default=(3, 32), help="range of tokens between verifications")
     parser.add_argument("--patterns", type=positive(int), default=2, help="patterns of verifications tried on each batch")
     parser.add_argument("--ce-weight", type=float, default=1.0, help="weight of the cross-entropy (authors: 0.1)")
     args = parser.parse_args()
