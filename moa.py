@@ -140,13 +140,15 @@ class DraftCache(KVCache):
         With no tokens a new cycle begins: the nodes of the last one go, and all of the text without a row gets one, the
         accepted tokens among them. So no row depends on which draft it was first computed in, and none is ever missing.
         """
-        device = self.kv.device
+        device, mask = self.kv.device, None
         if not tokens:
             self.truncate(min(self.text, len(ids) - 1))
-            self.text = len(ids)
-            return torch.tensor([ids[self.length :]], device=device), torch.arange(self.length, len(ids), device=device), None
-        mask = ancestors(parents, n).to(device)
-        return torch.tensor([tokens[-n:]], device=device), len(ids) - 1 + mask.sum(1), mask
+            self.text, tokens, n = len(ids), ids, len(ids) - self.length
+        positions = torch.arange(self.length, self.length + n, device=device)
+        if list(parents) != list(range(-1, len(parents) - 1)):  # a chain is read like any text
+            mask = ancestors(parents, n).to(device)
+            positions = len(ids) - 1 + mask.sum(1)
+        return torch.tensor([tokens[-n:]], device=device), positions, mask
 
 def ancestors(parents, n):
     """parents[i] < i is the node before node i, -1 none -> (n, m) bool, for each of the newest n of m nodes: which nodes lie
@@ -180,8 +182,7 @@ class MoADrafter(nn.Module):
         c = target.config
         if not 0 <= n_target_layers < c.n_layer:
             raise UserError(f"the drafter can use 0 to {c.n_layer - 1} layers of this target, not {n_target_layers}")
-        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn,
-                             on_policy=on_policy)  # fmt: skip
+        self.settings = dict(n_target_layers=n_target_layers, n_kv_head=n_kv_head, n_ffn=n_ffn, lsa_ffn=lsa_ffn, on_policy=on_policy)
         self.__dict__["target"] = target  # shared and frozen: not a submodule, so neither trained nor saved here
         self.N, n_kv_head, self.on_policy = n_target_layers, n_kv_head or c.n_head, on_policy
         self.lsa = LSA(c, lsa_ffn) if lsa_ffn else None
@@ -214,8 +215,7 @@ class MoADrafter(nn.Module):
         """Take in the memory of newly verified tokens. TLI's rows came from predictions: true ones replace them."""
         s, kv = memory
         n, end = self.ca_cache.length, self.ca_cache.length + s.size(1)
-        rope = self.target.cos[n:end], self.target.sin[n:end]
-        self.ca_cache.write(0, *self.ca.keys_values(s, rope))
+        self.ca_cache.write(0, *self.ca.keys_values(s, (self.target.cos[n:end], self.target.sin[n:end])))
         self.tli_cache.kv[:, :, :, n:end] = kv
         self.ca_cache.length = self.tli_cache.length = end
 
@@ -275,8 +275,7 @@ class EagleDrafter(nn.Module):
         super().__init__()
         c = target.config
         self.settings = dict(n_kv_head=n_kv_head, n_ffn=n_ffn, noise=noise)
-        self.__dict__["target"] = target
-        self.noise = noise  # added in training, uniform in -noise..noise
+        self.__dict__["target"], self.noise = target, noise  # added in training, uniform in -noise..noise
         self.token_norm, self.state_norm = nn.RMSNorm(c.n_embd, c.norm_eps), nn.RMSNorm(c.n_embd, c.norm_eps)
         self.fc = nn.Linear(2 * c.n_embd, c.n_embd)
         self.block = Block(c.n_embd, c.n_head, n_kv_head or c.n_head, n_ffn, c.norm_eps)
@@ -399,13 +398,13 @@ def train(args):
     low, high = args.periods
     if not 2 <= low <= high:
         raise UserError(f"--periods takes two numbers, 2 <= low <= high, not {low} {high}")
-    drafters, before = {}, {}
+    drafters = {}
     for name in args.drafter:
         torch.manual_seed(0)
         kind, settings = DRAFTERS[name]
-        path = folder / f"{name}.pt"
-        drafters[name] = load_drafter(target, path).requires_grad_(True).train() if args.init else kind(target, **settings).to(device)
-        before[name] = json.loads(path.with_suffix(".json").read_text())["steps"] if args.init else 0
+        drafters[name] = load_drafter(target, folder / f"{name}.pt") if args.init else kind(target, **settings).to(device)
+        drafters[name].requires_grad_(True).train()
+    before = [getattr(drafter, "steps", 0) for drafter in drafters.values()]  # of earlier trainings
     stream, held_out = (tokenize(documents, enc) for documents in read_corpus(args.data))
     first = window_batch(stream, 0, args.batch, args.window).to(device)  # too little text shows here
     cache = target.new_cache(batch=args.batch)
@@ -434,8 +433,7 @@ def train(args):
 
     def losses_at(step, progress):
         staircase = not args.init and random.Random(step).random() < 1 - 2 * progress
-        step += max(before.values())  # the text goes on where an earlier training stopped
-        ids = window_batch(stream, step, args.batch, args.window).to(device)
+        ids = window_batch(stream, max(before) + step, args.batch, args.window).to(device)
         truth = target_pass(ids)
         for drafter in drafters.values():
             yield drafter_loss(drafter, ids, truth, step, args.patterns if drafter.on_policy else 1, staircase)[0]
@@ -462,12 +460,11 @@ def train(args):
             drafter.std.copy_(entering[-drafter.N].float().std((0, 1)).clamp(min=1e-2))
     steps = fit(list(drafters.values()), losses_at, report, args, identity=[*drafters, target_id(target)])
     print(report())
-    for (name, drafter), terms in zip(drafters.items(), held_out_terms().values()):
-        what = dict(kind=type(drafter).__name__, settings=drafter.settings)
+    for (name, drafter), terms, earlier in zip(drafters.items(), held_out_terms().values(), before):
+        what = dict(kind=type(drafter).__name__, settings=drafter.settings, steps=earlier + steps)
         save_weights(folder / f"{name}.pt", drafter, **what, target=target_id(target))
-        steps_of = before[name] + steps
         how = {key: getattr(args, key) for key in ("batch", "window", "periods", "patterns", "lr", "ce_weight")}
-        how |= dict(parameters=sum(p.numel() for p in drafter.parameters()), steps=steps_of, tokens=steps_of * args.batch * args.window, held_out=terms, **what)
+        how |= dict(parameters=sum(p.numel() for p in drafter.parameters()), tokens=what["steps"] * args.batch * args.window, held_out=terms, **what)
         (folder / f"{name}.json").write_text(json.dumps(how, indent=1) + "\n")
 
 def target_id(target):
@@ -480,6 +477,7 @@ def load_drafter(target, path=WEIGHTS / "moa0.pt"):
     drafter, saved = load_weights(path, lambda saved: kinds[saved["kind"]](target, **saved["settings"]), "moa.py")
     if saved.get("target") != target_id(target):
         raise UserError(f"{path}: trained for another target than the one beside it; `python moa.py train` trains one for it")
+    drafter.steps = saved.get("steps", 0)
     return drafter.to(target.lm_head.weight.device)
 
 # ---- Anatomy ---------------------------------------------------------------------------------------------------------

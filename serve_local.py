@@ -4,6 +4,7 @@
     python serve_local.py --profile 3g --wire int8   # other networks and formats; --real-time waits as a user would
     python serve_local.py compare                    # seconds, calls and bytes a token on every network, drafter by drafter
     python serve_local.py policies                   # when to call: fixed draft lengths against `auto`
+    python serve_local.py wires                      # what travels: bytes a token as fp32, fp16, int8, and what rounding costs
     python serve_local.py disconnect                 # the link is cut for good: how well each drafter goes on alone
 
 Read after speculative.py. The server holds the target and the drafter's LSA and W; the client holds embeddings, LM head, SA, CA
@@ -14,21 +15,9 @@ downwards: E numbers a token for N = 0, where the target's keys and values would
 
 Compute is measured, or given; the network's part is added on a virtual clock, so that a minute of 3G takes no minute.
 """
-import hmac
-import json
-import math
-import os
-import secrets
-import socket
-import socketserver
-import statistics
-import struct
-import subprocess
-import sys
-import threading
-import time
-import zlib
+import hmac, itertools, json, math, os, secrets, socket, socketserver, statistics, struct, subprocess, sys, threading, time, zlib
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,7 +26,8 @@ import torch
 import torch.nn as nn
 
 from model import Random, Sampling, UserError, arguments, check_prompt, cli, encode_prompts, generate, load_target, positive
-from moa import DRAFTERS, load_drafter
+from moa import load_drafter
+from speculative import decoding_arguments, near_tie
 
 class FrameError(Exception):
     """Bytes that are no frame: nothing behind them in the same stream can be trusted."""
@@ -190,9 +180,7 @@ class Service:
             yield pack({"request": request, "error": "internal", "message": f"{type(e).__name__}: {e}"[:1000]})
 
     def answer_session(self, header, body, request):
-        op, name = header.get("op"), header.get("session")
-        if op not in ("open", "verify", "close"):
-            raise Refused("bad", "op must be open, verify, generate or close")
+        op, name = choice(header, "op", ["open", "verify", "close", "generate"]), header.get("session")
         if not isinstance(name, str) or not 8 <= len(name) <= 64:
             raise Refused("bad", "session must be a string of 8 to 64 characters")
         session = self.sessions.get(name)
@@ -211,12 +199,8 @@ class Service:
         if op == "open":
             base = whole(header, "base", 1, min(len(ids), block_size - 1))
             have, draft, start = whole(header, "have", 0, base - 1), ids[base:], 0
-            drafter, wire = header.get("drafter"), header.get("wire")
-            if not isinstance(drafter, str) or drafter not in self.drafters:
-                raise Refused("bad", f"drafter must be one of {', '.join(self.drafters)}")
-            if not isinstance(wire, str) or wire not in WIRES:
-                raise Refused("bad", f"wire must be one of {', '.join(WIRES)}")
-            session = Session(self.drafters[drafter], wire, *self.randomness(header), self.target.new_cache(), ids[:base])
+            drafter, wire = self.drafters[choice(header, "drafter", [*self.drafters])], choice(header, "wire", [*WIRES])
+            session = Session(drafter, wire, *self.randomness(header), self.target.new_cache(), ids[:base])
         else:
             base = whole(header, "base", 1, block_size - 1)
             have, draft, start = base - 1, ids, base - 1
@@ -292,6 +276,12 @@ def whole(header, key, low, high):
         raise Refused("bad", f"{key} must be an integer in {low}..{high}")
     return value
 
+def choice(header, key, options):
+    """-> header[key], one of the options, a list. Raises Refused."""
+    if header.get(key) not in options:
+        raise Refused("bad", f"{key} must be one of {', '.join(options)}")
+    return header[key]
+
 def pack_ids(ids):
     return np.asarray(ids, "<i4").tobytes()
 
@@ -332,34 +322,24 @@ class Server(socketserver.ThreadingTCPServer):
     def verify_request(self, *_):
         return threading.active_count() < 64
 
-def serve(args):
+def serve(args, names):
     """The server process: prints its port and serves until standard input, its parent's, closes."""
     target, _ = load_target(args.weights, args.device)
-    drafters = {name: load_drafter(target, Path(args.weights) / f"{name}.pt") for name in args.drafter}
+    drafters = {name: load_drafter(target, Path(args.weights) / f"{name}.pt") for name in names}
     with Server(Service(target, drafters, os.environ.get("MOA_TOKEN") or secrets.token_hex(16)), args.port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_address[1], flush=True)
         sys.stdin.read()
 
-class ServerProcess:
-    """`with ServerProcess(args, names) as server`: a child that ends with us; its port and token."""
-
-    def __init__(self, args, names):
-        self.token = secrets.token_hex(16)
-        command = [sys.executable, __file__, "serve", "--weights", str(args.weights), "--device", args.device, "--drafter", *names]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        env={**os.environ, "MOA_TOKEN": self.token})  # fmt: skip
-        if not (line := self.process.stdout.readline()):
-            raise UserError("the server process ended at its start; its own message stands above")
-        self.port = int(line)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+@contextmanager
+def server_process(args, names):
+    """A server that ends with us -> its process, port and token."""
+    token = secrets.token_hex(16)
+    command = [sys.executable, __file__, "serve", "--weights", str(args.weights), "--device", args.device, "--drafter", *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "MOA_TOKEN": token}) as process:
+        if not (port := process.stdout.readline()):
+            raise UserError("the server process ended at its start; what it said stands above")
+        yield process, int(port), token
 
 # ---- The network -----------------------------------------------------------------------------------------------------
 
@@ -519,7 +499,7 @@ class Client:
     policy: when to call. "fixed": every draft_length tokens. "confidence": when the drafter's own probability of the whole
     draft falls below `confidence`. "auto": as long as another token pays,
 
-        P(it stands) > c * r,   c the seconds to draft and verify one more, r the tokens per second of whole cycles so far
+        P(it stands) > c * r,   c the seconds to draft and verify one more, r the text's tokens per second so far
 
     for a cycle's tokens per second grow with one more token just if that token's own rate, P / c, exceeds the cycle's
     (the marginal value theorem); a slow link lowers r, so drafts get longer. P is calibrated on what happened to tokens of
@@ -537,7 +517,7 @@ class Client:
         self.confidence, self.longest, self.offline_limit, self.patience, self.retry = confidence, longest, offline_limit, patience, retry
         self.eot, self.timer, self.request = eot, timer, 0
         self.tried, self.stood = [2.0] * 10, [0.1 + 0.2 * i for i in range(10)]  # by confidence, in tenths; a weak prior
-        self.drafted, self.draft_seconds, self.emitted, self.cycle_seconds = 0, 0.0, 0, 0.0
+        self.drafted, self.draft_seconds = 0, 0.0
 
     @torch.inference_mode()
     def generate(self, ids, max_new_tokens):
@@ -545,6 +525,7 @@ class Client:
         was drafted behind it. Raises UserError for what cannot be decoded, or is refused."""
         end = len(ids) + check_prompt(self.target.config, ids, max_new_tokens)
         self.ids, self.session, self.is_open, self.fed, self.gives_up = list(ids), secrets.token_hex(8), False, 0, None
+        self.emitted, self.cycle_seconds = 0, 0.0  # of this text; cycles with a fault left out
         self.drafter.reset()
         self.start_draft()
         while len(self.ids) < end and not (len(self.ids) > len(ids) and self.ids[-1] == self.eot):
@@ -563,7 +544,7 @@ class Client:
             for i, tenth in enumerate(self.tenths[: accepted + 1]):
                 self.tried[tenth] += 1
                 self.stood[tenth] += i < accepted
-            if len(self.ids) > len(ids) and self.gives_up is None:
+            if self.gives_up is None:
                 self.emitted, self.cycle_seconds = self.emitted + len(new), self.cycle_seconds + self.link.now - start
             self.ids, self.gives_up = self.ids + new, None
             self.start_draft()
@@ -593,7 +574,7 @@ class Client:
         if self.policy == "fixed" or not self.cycle_seconds:
             return len(self.unverified) < self.draft_length
         stands, rate = self.chance * sum(self.stood) / sum(self.tried), self.emitted / self.cycle_seconds
-        return stands > self.draft_seconds / max(1, self.drafted) * rate
+        return stands > (self.draft_seconds / max(1, self.drafted) + self.row_seconds) * rate
 
     def alone(self, end):
         """Draft without the server, yielding each token's Event. -> whether the server can be reached again."""
@@ -615,7 +596,7 @@ class Client:
     def call(self, draft):
         """Have the draft verified, in a session that is opened if need be -> (how many stand, the target's own token); the drafter
         has observed. Raises Disconnected, UserError."""
-        base = len(self.ids)
+        base, busy = len(self.ids), self.link.busy
         for _ in range(3):
             header, ids, have = {"op": "verify", "base": base, "text": crc(self.ids)}, draft, base - 1
             if not self.is_open:
@@ -634,7 +615,8 @@ class Client:
         clock = self.timer()
         try:
             accepted, token = whole(reply, "accepted", 0, len(draft)), whole(reply, "token", 0, self.target.config.vocab_size - 1)
-            self.shapes, self.is_open = reply["shapes"] if not self.is_open else self.shapes, True
+            if not self.is_open:
+                self.shapes, self.is_open, self.row_seconds = reply["shapes"], True, (self.link.busy - busy) / len(ids)
             self.drafter.observe(decode_memory(body, self.shapes, self.wire, self.target.lm_head.weight))
         except (Refused, FrameError, KeyError, TypeError, RuntimeError) as e:
             raise UserError(f"the server speaks another version ({e}); start it from the same sources") from None
@@ -685,226 +667,227 @@ def api_client(link, token, ids, max_new_tokens, sampling=Sampling(), seed=0, eo
 # ---- The demos -------------------------------------------------------------------------------------------------------
 
 def timeline(spans, width=100):
-    """Yield the lines of a picture of (what, start, end): a row for each thing that goes on, time to the right."""
-    end = max((end for _, _, end in spans), default=0) or 1.0
-    for label, kinds in {"drafting": ("draft", "observe"), "on the wire": ("up", "down"), "verifying": ("verify",), "no answer": ("timeout", "wait"),
-                         "alone": ("alone",)}.items():  # fmt: skip
+    """Yield the lines of a picture of (what, start, end): a row for each kind of thing, time to the right."""
+    end = max((end for _, _, end in spans), default=0.0) or 1.0
+    for label, kinds in {"drafting": ("draft", "observe"), "on the wire": ("up", "down"), "verifying": ("verify",),
+                         "no answer": ("timeout", "wait"), "alone": ("alone",)}.items():  # fmt: skip
         row = ["·"] * width
         for what, a, b in spans:
             if what in kinds and b > a:
-                for i in range(int(a / end * width), min(width - 1, int(b / end * width)) + 1):
-                    row[i] = "█"
+                first, last = int(a / end * width), min(width - 1, int(b / end * width))
+                row[first : last + 1] = "█" * (last + 1 - first)
         yield f"{label:>12} {''.join(row)}"
     yield f"{'':12} 0{end:{width - 1}.2f} s"
 
 class Bench:
-    """The server process, and the clients of the drafters that the command asks for."""
+    """The clients of the drafters that a command asks for, and the whole target to judge them by."""
 
-    def __init__(self, args, names, server, sampling):
-        self.args, self.server, self.sampling, self.clients, self.held = args, server, sampling, {}, {}
+    def __init__(self, args, names):
+        self.args, self.clients, self.different = args, {}, 0
+        self.sampling = Sampling(args.temperature, args.top_k, args.top_p)
         self.judge, self.enc = load_target(args.weights, args.device)
+        self.prompts = encode_prompts(args, self.enc)[: args.prompts or 4]
+        for ids in self.prompts:
+            check_prompt(self.judge.config, ids, args.max_new_tokens)
         for name in names:
             target, _ = load_target(args.weights, args.device)
             drafter = load_drafter(target, Path(args.weights) / f"{name}.pt")
-            self.held[name] = keep_client_side(target, drafter)
-            self.clients[name] = Client(target, drafter, name, None, server.token, sampling, args.seed, args.wire, args.policy,
-                                        args.draft_length, args.confidence, eot=self.enc.eot_token)  # fmt: skip
-            list(self.events(name, [1, 2, 3], Link(Connection(server.port))))  # warm up
+            keep_client_side(target, drafter)
+            self.clients[name] = Client(target, drafter, name, link=None, token=None, eot=self.enc.eot_token)
+
+    def connect(self, port, token):
+        self.port, self.token = port, token
+        for client in self.clients.values():
+            client.link, client.token = Link(Connection(port)), token
+            list(client.generate(self.prompts[0], 16))  # warm up
+            client.link.connection.close()
 
     def link(self, profile=None, outages=()):
-        a, milli = self.args, lambda ms: None if ms is None else ms / 1e3
-        profile = replace(PROFILES[profile or a.profile], jitter=a.jitter / 1e3, loss=a.loss)
-        return Link(Connection(self.server.port), profile, outages, a.client_slowdown, a.server_speedup, milli(a.draft_ms),
-                    milli(a.verify_ms), a.real_time, a.seed)  # fmt: skip
+        a = self.args
+        profile = replace(PROFILES[profile or a.profile or "lte"], jitter=a.jitter / 1e3, loss=a.loss)
+        return Link(Connection(self.port), profile, outages, a.client_slowdown, a.server_speedup, a.draft_ms, a.verify_ms, a.real_time, a.seed)
 
-    def events(self, name, ids, link):
-        self.clients[name].link = link
-        yield from self.clients[name].generate(ids, self.args.max_new_tokens)
+    def client(self, name, link, **settings):
+        a = self.args
+        settings = dict(policy=a.policy, draft_length=a.draft_length, confidence=a.confidence, wire=a.wire) | settings
+        vars(self.clients[name]).update(link=link, seed=a.seed, sampling=self.sampling, **settings)
+        return self.clients[name]
 
     def plain(self, ids):
         return list(generate(self.judge, ids, self.args.max_new_tokens, self.sampling, Coupled(self.args.seed, len(ids)), self.enc.eot_token))
 
-    def run(self, method, ids, profile, **settings):
-        """Decode one text -> (tokens, link). method: a drafter's name, or one of the API clients'."""
-        link, a = self.link(profile), self.args
-        if method == "api stream":
-            return list(api_client(link, self.server.token, ids, a.max_new_tokens, self.sampling, a.seed, self.enc.eot_token)), link
-        client = self.clients["independent" if method == "api calls" else method]
-        settings = dict(policy="fixed", draft_length=0) if method == "api calls" else settings
-        before = {key: getattr(client, key) for key in settings}
-        vars(client).update(settings)
-        tokens = [token for event in self.events(client.name, ids, link) for token in event.new]
-        vars(client).update(before)
-        return tokens, link
+    def decode(self, method, ids, link, **settings):
+        """-> tokens. method: a drafter's name, or "stream", the API client that takes what the server decodes."""
+        a = self.args
+        if method == "stream":
+            return list(api_client(link, self.token, ids, a.max_new_tokens, self.sampling, a.seed, self.enc.eot_token))
+        return [token for event in self.client(method, link, **settings).generate(ids, a.max_new_tokens) for token in event.new]
 
-    def table(self, methods, profile, prompts, **settings):
-        """-> {method: numbers a token over all prompts}, run in turn."""
-        sums = {method: np.zeros(6) for method in methods}
-        for ids in prompts:
-            want = self.plain(ids)
-            for method in methods:
-                tokens, link = self.run(method, ids, profile, **settings)
-                link.connection.close()
-                sums[method] += len(tokens), link.now, link.calls, link.bytes_up, link.bytes_down, link.busy
-                self.different = getattr(self, "different", 0) + (tokens != want)
-        keys = ("s_per_token", "calls", "bytes_up_per_token", "bytes_down_per_token", "busy_s_per_token")
-        out = {method: dict(zip(keys, (s[1:] / max(1, s[0])).tolist())) for method, s in sums.items()}
-        for method, s in sums.items():
-            out[method] |= {"calls": s[2], "tokens": s[0], "tokens_per_call": s[0] / max(1, s[2])}
+    def table(self, profiles, methods):
+        """methods {label: (method, settings)}: decode the prompts with each in turn, print a row for each -> {profile: {label: row}}."""
+        out = {}
+        print(f"{'':30}{'ms/token':>9}{'calls':>7}{'tokens/call':>12}{'up B/token':>11}{'down B/token':>13}{'server ms/token':>16}")
+        for profile in profiles:
+            sums, out[profile] = {label: np.zeros(6) for label in methods}, {}
+            for ids in self.prompts:
+                want = self.plain(ids)
+                for label, (method, settings) in methods.items():
+                    link = self.link(profile)
+                    tokens = self.decode(method, ids, link, **settings)
+                    link.connection.close()
+                    sums[label] += len(tokens), link.now, link.calls, link.bytes_up, link.bytes_down, link.busy
+                    self.different += tokens != want and not near_tie(self.judge, ids, want, tokens)
+            for label, (n, s, calls, up, down, busy) in sums.items():
+                n, each = max(1, n), max(1, calls)
+                out[profile][label] = dict(s_per_token=s / n, tokens=n, calls=calls, tokens_per_call=n / each, bytes_up_per_token=up / n,
+                                           bytes_down_per_token=down / n, busy_s_per_token=busy / n)  # fmt: skip
+                print(f"{profile:10}{label:20}{1e3 * s / n:9.1f}{calls:7.0f}{n / each:12.2f}{up / n:11.0f}{down / n:13.0f}{1e3 * busy / n:16.2f}", flush=True)
         return out
 
-def demo(bench, prompts, args):
+def demo(bench, names):
     """One text, step by step: what was drafted, what stood, what happened without the link."""
-    name, ids, decode = args.drafter[0], prompts[0], bench.enc.decode
-    link = bench.link(outages=args.outage)
-    held, whole_target = bench.held[name], sum(p.numel() for p in bench.judge.parameters())
-    print(f"{name} at the client: {held / 1e6:.2f} M parameters, {4 * held / 1e6:.1f} MB in float32, where the target has {whole_target / 1e6:.2f} M "
-          f"({held / whole_target:.0%})\nnetwork: {args.profile}, outages {args.outage or 'none'}; client x{args.client_slowdown:g} slower, "
-          f"server x{args.server_speedup:g} faster than measured here; memory as {args.wire}\n")  # fmt: skip
-    alone = []
-    for event in bench.events(name, ids, link):
+    args, name, ids, decode = bench.args, names[0], bench.prompts[0], bench.enc.decode
+    cut = [] if args.disconnect_after is None else [(args.disconnect_after, math.inf)]
+    link, alone = bench.link(outages=(args.outage or []) + cut), []
+    if not link.outages:
+        link.outages = [(0.4 + 4 * link.profile.rtt, 1.4 + 8 * link.profile.rtt)]
+    client = bench.client(name, link)
+    outages = " ".join(f"{a:.2f}:{b:.2f}" for a, b in link.outages)
+    held, of = (sum(p.numel() for part in parts for p in part.parameters()) for parts in ((client.target, client.drafter), (bench.judge,)))
+    print(f"{name} at the client: {held / 1e6:.2f} M parameters, {4 * held / 1e6:.1f} MB in float32, of the target's {of / 1e6:.2f} M ({held / of:.0%})\n"
+          f"network: {args.profile or 'lte'}, outages {outages} s; client x{args.client_slowdown:g} slower, server x{args.server_speedup:g} faster "
+          f"than measured here; memory as {args.wire}\n")  # fmt: skip
+    for event in client.generate(ids, args.max_new_tokens):
         if event.what == "offline":
             alone = event.draft
             continue
         if alone:
-            print(f"{'':9} alone      {len(alone):2} unverified             {decode(alone)!r}")
-            alone = []
-        print(f"{event.at:7.2f} s call  {len(event.draft):4} drafted, {event.accepted:2} stand   {decode(event.new)!r}")
-    client = bench.clients[name]
-    if client.unverified:
-        print(f"{link.now:7.2f} s end   {len(client.unverified):4} never verified        {decode(client.unverified)!r}")
-    print("\n" + "\n".join(timeline(link.spans)) + "\n")
+            print(f"{'':10} alone {len(alone):3} unverified            {decode(alone)!r}")
+        print(f"{event.at:8.2f} s call {len(event.draft):4} drafted, {event.accepted:3} stand  {decode(event.new)!r}")
+        alone = []
     text, plain = client.ids[len(ids) :], bench.plain(ids)
-    same = text == (plain[: len(text)] if client.unverified else plain)
+    if client.unverified:
+        print(f"{link.now:8.2f} s end  {len(client.unverified):4} never verified        {decode(client.unverified)!r}")
+        plain = plain[: len(text)]
+    same = text == plain or near_tie(bench.judge, ids, plain, text)
+    bench.different += not same
     network = link.calls * link.profile.rtt + 8 * (link.bytes_up / link.profile.up + link.bytes_down / link.profile.down)
-    print(f"{len(text)} tokens in {link.now:.2f} s: {link.calls} calls, {link.bytes_up} bytes up, {link.bytes_down} down; network {network:.2f} s, "
-          f"server {link.busy:.2f} s\nidentical to plain decoding: {'yes' if same else 'NO'}")  # fmt: skip
-    return dict(seconds=link.now, tokens=len(text), calls=link.calls, bytes_up=link.bytes_up, bytes_down=link.bytes_down,
-                busy=link.busy, identical=same, unverified=len(client.unverified))  # fmt: skip
+    print("", *timeline(link.spans), "", f"{len(text)} tokens in {link.now:.2f} s: {link.calls} calls, {link.bytes_up} bytes up, {link.bytes_down} down; "
+          f"network {network:.2f} s, server {link.busy:.2f} s", sep="\n")  # fmt: skip
+    return dict(seconds=link.now, tokens=len(text), unverified=len(client.unverified), calls=link.calls, bytes_up=link.bytes_up,
+                bytes_down=link.bytes_down, busy=link.busy, identical=same)  # fmt: skip
 
-def compare(bench, prompts, args):
-    """Every network, every drafter with each call policy's best, and the two API clients."""
-    methods, out = ["api stream", "api calls", *args.drafter], {}
-    print(f"{'':22}{'ms/token':>9}{'calls':>7}{'tokens/call':>12}{'up B/token':>11}{'down B/token':>13}{'server ms/token':>16}")
-    for profile in args.profiles:
-        out[profile] = rows = bench.table(methods, profile, prompts)
-        for method, r in rows.items():
-            print(f"{profile:10}{method:12}{1e3 * r['s_per_token']:9.1f}{r['calls']:7.0f}{r['tokens_per_call']:12.2f}{r['bytes_up_per_token']:11.0f}"
-                  f"{r['bytes_down_per_token']:13.0f}{1e3 * r['busy_s_per_token']:16.2f}", flush=True)  # fmt: skip
-        moas = [name for name in args.drafter if name.startswith("moa")]
-        if moas and "eagle" in rows:
-            best = min(moas, key=lambda name: rows[name]["s_per_token"])
-            print(f"{profile:10}{best} / eagle: seconds per token {rows['eagle']['s_per_token'] / rows[best]['s_per_token']:.2f}x better, "
-                  f"tokens per call {rows[best]['tokens_per_call'] / rows['eagle']['tokens_per_call']:.2f}x")  # fmt: skip
-    return {"profiles": out, "wires": wires(bench, prompts, args)}
-
-def wires(bench, prompts, args):
-    """What a verified token costs downstream in each format, and what rounding does to tau."""
-    c, name, out = bench.judge.config, args.drafter[0], {}
-    raw = c.n_layer * 2 * c.n_kv_head * c.n_embd // c.n_head
-    print(f"\n{name}, draft length 6, lte: tau and bytes a verified token, frames included; numbers sent: {c.n_embd} of s_t (EAGLE: "
-          f"{c.n_embd} of f_t), against {raw} of all keys and values")  # fmt: skip
-    for wire in WIRES:
-        r = bench.table([name], "lte", prompts, wire=wire, policy="fixed", draft_length=6)[name]
-        verified = r["tokens"] + sum(map(len, prompts))
-        out[wire] = {"tokens_per_call": r["tokens_per_call"], "bytes_down": r["bytes_down_per_token"] * r["tokens"] / verified}
-        print(f"  {wire:5} {r['tokens_per_call']:.3f} tokens a call, {out[wire]['bytes_down']:.0f} bytes; raw keys and values: "
-              f"{memory_bytes([(c.n_layer, 2 * c.n_kv_head, c.n_embd // c.n_head)], wire)}")  # fmt: skip
+def compare(bench, names):
+    """Every network: the API client that is streamed to and the one that calls for each token; then the drafters."""
+    methods = {"API, streamed": ("stream", {}), "API, a call a token": ("independent", dict(policy="fixed", draft_length=0))}
+    out = bench.table(bench.args.profiles, methods | {name: (name, {}) for name in names})
+    for profile, rows in out.items() if "eagle" in names else ():
+        for name in names:
+            if name.startswith("moa"):
+                faster, longer = rows["eagle"]["s_per_token"] / rows[name]["s_per_token"], rows[name]["tokens_per_call"] / rows["eagle"]["tokens_per_call"]
+                rows[name] |= {"speed_over_eagle": faster, "tokens_per_call_over_eagle": longer}
+                print(f"{profile:10}{name} / eagle: {faster:.2f}x as fast, {longer:.2f}x the tokens a call")
     return out
 
-def policies(bench, prompts, args):
-    """When to call: seconds a token by policy, and how near `auto` is to the best fixed length."""
-    name, out, lengths = args.drafter[0], {}, (1, 2, 3, 4, 6, 8, 10, 12, 16)
-    print(f"{name}, ms a token{'':6}" + "".join(f"{k:>7}" for k in lengths) + f"{'confid.':>9}{'auto':>7}{'tokens/call':>13}   auto / best fixed")
-    for profile in args.profiles:
-        rows = {k: bench.table([name], profile, prompts, policy="fixed", draft_length=k)[name] for k in lengths}
-        rows |= {policy: bench.table([name], profile, prompts, policy=policy)[name] for policy in ("confidence", "auto")}
-        out[profile] = {str(k): r for k, r in rows.items()}
-        ms = {k: 1e3 * r["s_per_token"] for k, r in rows.items()}
-        print(f"{profile:22}" + "".join(f"{ms[k]:7.1f}" for k in lengths) + f"{ms['confidence']:9.1f}{ms['auto']:7.1f}"
-              f"{rows['auto']['tokens_per_call']:13.2f}{ms['auto'] / min(ms[k] for k in lengths):12.2f}", flush=True)  # fmt: skip
+def policies(bench, names):
+    """When to call: fixed draft lengths, the drafter's confidence, `auto`, and how near that is to the best fixed length."""
+    fixed = {f"fixed {k}": (names[0], dict(policy="fixed", draft_length=k)) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
+    out = bench.table(bench.args.profiles, fixed | {policy: (names[0], dict(policy=policy)) for policy in ("confidence", "auto")})
+    for profile, rows in out.items():
+        best = min(fixed, key=lambda label: rows[label]["s_per_token"])
+        rows["auto"]["over_best_fixed"] = rows["auto"]["s_per_token"] / rows[best]["s_per_token"]
+        print(f"{profile:10}auto takes {rows['auto']['over_best_fixed']:.2f} of the time of the best fixed length ({best.split()[1]})")
+    return out
+
+def wires(bench, names):
+    """What a verified token costs downstream in each format, and what rounding does to the tokens a call."""
+    c, name = bench.judge.config, names[0]
+    out = bench.table([bench.args.profile or "lte"], {wire: (name, dict(wire=wire, policy="fixed")) for wire in WIRES})
+    for wire, row in next(iter(out.values())).items():
+        verified = row["tokens"] + sum(len(ids) - 1 for ids in bench.prompts)  # each but a text's last, the prompt's tokens too
+        row["bytes_down_per_verified_token"] = row["bytes_down_per_token"] * row["tokens"] / verified
+        raw, state = (memory_bytes(shapes, wire) for shapes in ([(c.n_layer, 2 * c.n_kv_head, c.n_embd // c.n_head)], [(c.n_embd,)]))
+        print(f"{wire}: {row['bytes_down_per_verified_token']:.0f} bytes down a verified token, the prompt's and frames included; "
+              f"EAGLE's final state is {state}, all keys and values are {raw}")  # fmt: skip
     return out
 
 @torch.inference_mode()
-def disconnect(bench, prompts, args):
-    """The link is cut for good once a quarter, half, three quarters of the text are there: what each drafter writes alone."""
-    out = {name: {} for name in args.drafter}
-    print(f"alone after a cut at      {'tokens':>7}{'first divergence':>18}{'agreement':>11}{'log-probability':>17}")
-    for cut in (0.25, 0.5, 0.75):
-        for name in args.drafter:
-            rows = []
-            for ids in prompts:
-                want, link = bench.plain(ids), bench.link()
-                for event in bench.events(name, ids, link):
-                    if event.what == "call" and len(bench.clients[name].ids) - len(ids) >= cut * len(want):
-                        link.outages = [(link.now, math.inf)]
-                text, tail = bench.clients[name].ids, bench.clients[name].unverified
-                if tail:
-                    logits = bench.judge(torch.tensor([text + tail], device=args.device))[0, len(text) - 1 : -1]
-                    agree = (logits.argmax(-1) == torch.tensor(tail, device=args.device)).double().mean().item()
-                    logp = logits.log_softmax(-1)[range(len(tail)), tail].mean().item()
-                    rest = want[len(text) - len(ids) :]
-                    rows.append((len(tail), next((i for i, (a, b) in enumerate(zip(tail, rest)) if a != b), len(tail)), agree, logp))
-            r = [statistics.mean(column) for column in zip(*rows)] if rows else [0.0] * 4
-            out[name][str(cut)] = dict(zip(("tokens", "first_divergence", "agreement", "log_probability"), r))
-            print(f"  {cut:4.0%} of the text  {name:12}{r[0]:5.1f}{r[1]:18.1f}{r[2]:11.1%}{r[3]:17.2f}", flush=True)
-    print("tokens: how many were drafted alone; first divergence: how many of them are plain decoding's before the first that is not;\n"
-          "agreement: how many are the target's choice behind the text before them; log-probability: the target's, mean. An API\n"
-          "client has none of them: it stops at the cut.")  # fmt: skip
+def disconnect(bench, names):
+    """The link is cut for good once a quarter, half, three quarters of a text are there: what each drafter writes alone."""
+    out = {name: {} for name in names}
+    print(f"{'cut at':22}{'tokens':>7}{'first divergence':>18}{'agreement':>11}{'log-probability':>17}")
+    for cut, name in itertools.product((0.25, 0.5, 0.75), names):
+        rows = []
+        for ids in bench.prompts:
+            want, link = bench.plain(ids), bench.link()
+            client, n = bench.client(name, link), int(cut * len(want))
+            for _ in client.generate(ids + want[:n], len(want) - n):  # the same text for all; one call, then the cut
+                link.outages = [(link.now, math.inf)]
+            if tail := client.unverified:
+                p = bench.judge(torch.tensor([client.ids + tail]))[0, len(client.ids) - 1 : -1].log_softmax(-1)
+                apart = [a != b for a, b in zip(tail, want[len(client.ids) - len(ids) :])] + [True]
+                agree = (p.argmax(-1) == torch.tensor(tail)).double().mean().item()
+                rows.append((len(tail), apart.index(True), agree, p[range(len(tail)), tail].mean().item()))
+        r = [statistics.mean(column) for column in zip(*rows)] if rows else [0.0] * 4
+        out[name][str(cut)] = dict(zip(("tokens", "first_divergence", "agreement", "log_probability"), r))
+        print(f"{cut:4.0%} of the text  {name:12}{r[0]:7.1f}{r[1]:18.1f}{r[2]:11.1%}{r[3]:17.2f}", flush=True)
+    print("tokens: drafted alone, mean over the prompts; first divergence: as many of them are plain decoding's before one is not;\nagreement: "
+          "the target's first choice behind the text before them; log-probability: the target's. An API client stops dead.")  # fmt: skip
     return out
 
 def outage(text):
-    a, _, b = text.partition(":")
-    if not 0 <= float(a) < float(b):
+    """ "A:B" -> seconds (A, B)."""
+    a, b = map(float, text.split(":"))
+    if not 0 <= a < b:
         raise ValueError
-    return float(a), float(b)
+    return a, b
 
-def main():
-    parser = arguments(__doc__, "demo", "compare", "policies", "disconnect", "serve")
-    add, number = parser.add_argument, positive(float)
-    add("--drafter", nargs="+", metavar="NAME", choices=DRAFTERS, help=f"of {', '.join(DRAFTERS)} (default: moa0; compare: several)")
-    add("--profile", choices=PROFILES, help="the network (default: lte; compare and policies: all)")
-    add("--jitter", type=float, default=0.0, help="milliseconds, at most, each way")
-    add("--loss", type=float, default=0.0, help="share of messages sent twice")
-    add("--outage", type=outage, action="append", metavar="A:B", help="no link from second A to B; may be given again (the demo's default: 0.5:1.5)")
-    add("--disconnect-after", type=float, metavar="T", help="no link from second T on")
-    add("--wire", choices=WIRES, default="fp16", help="how memory travels (default: %(default)s)")
-    add("--policy", choices=("auto", "fixed", "confidence"), default="auto", help="when to call the server (default: %(default)s)")
-    add("--draft-length", type=int, default=6, help="of --policy fixed (default: %(default)s)")
-    add("--confidence", type=float, default=0.3, help="of --policy confidence (default: %(default)s)")
+COMMANDS = {command.__name__: command for command in (demo, compare, policies, wires, disconnect)}
+
+def parse(argv=None):
+    parser = arguments(__doc__, *COMMANDS, "serve")
+    add, number, share = parser.add_argument, positive(float), lambda text: float(text) if 0 <= float(text) < 1 else int("x")
+    seconds = lambda text: positive(float)(text) / 1e3
+    seconds.__name__, share.__name__ = "milliseconds", "share in 0..1"  # which argparse's messages show
+    decoding_arguments(add)
+    add("--profile", choices=PROFILES, help="the network (default: lte; the tables: all)")
+    add("--jitter", type=number, default=0.0, help="up to so many milliseconds more each way")
+    add("--loss", type=share, default=0.0, help="share of messages that are lost and sent again")
+    add("--outage", type=outage, action="append", metavar="A:B", help="demo: no link from second A to B; may be repeated (default: once)")
+    add("--disconnect-after", type=float, metavar="T", help="demo: no link from second T on")
+    add("--wire", choices=WIRES, default="fp16", help="how memory travels (default %(default)s)")
+    add("--policy", choices=("auto", "fixed", "confidence"), default="auto", help="when to call the server (default %(default)s)")
+    add("--draft-length", type=int, default=6, help="of --policy fixed (default %(default)s)")
+    add("--confidence", type=share, default=0.3, help="of --policy confidence (default %(default)s)")
     add("--client-slowdown", type=number, default=1.0, help="a slower client than this machine")
     add("--server-speedup", type=number, default=1.0, help="a faster server than this machine")
-    add("--draft-ms", type=float, help="milliseconds a drafted token, given instead of measured")
-    add("--verify-ms", type=float, help="milliseconds of the server a request, given instead of measured")
+    add("--draft-ms", type=seconds, help="a drafted token takes so long, given instead of measured")
+    add("--verify-ms", type=seconds, help="a request takes the server so long, given instead of measured")
     add("--real-time", action="store_true", help="wait for the simulated network")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-k", type=int, default=0, help="0 is off (default)")
-    add("--top-p", type=float, default=1.0, help="1 is off (default)")
-    add("--seed", type=int, default=0)
-    add("--prompts", type=positive(int), default=4, help="held-out prompts of the tables (default: %(default)s)")
     add("--port", type=int, default=0, help="serve: where to listen (default: any free port)")
-    add("--json", type=Path, metavar="FILE", help="write every number here")
-    args = parser.parse_args()
-    several = ["moa0", "moa1", "eagle", "independent"] if args.command in ("compare", "disconnect") else ["moa0"]
-    args.drafter, args.profiles, args.profile = args.drafter or several, [args.profile] if args.profile else list(PROFILES), args.profile or "lte"
+    args = parser.parse_args(argv)
+    args.profiles = [args.profile] if args.profile else list(PROFILES)
+    if args.draft_length < 0:
+        raise UserError(f"--draft-length must be >= 0, not {args.draft_length}")
+    return args
+
+def main():
+    args = parse()
+    names = args.drafter or (["moa0", "moa1", "eagle", "independent"] if args.command in ("compare", "disconnect") else ["moa0"])
     if args.command == "serve":
-        return serve(args)
-    cut = [] if args.disconnect_after is None else [(args.disconnect_after, math.inf)]
-    args.outage = (args.outage or []) + cut or [(0.5, 1.5)]
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        return serve(args, names)
     if args.json:
         args.json.open("a").close()  # a bad path shows at once
-    torch.set_num_threads(1)  # the client's; its tiny matrices gain nothing from more
-    names = list(dict.fromkeys([*args.drafter, *(["independent"] if args.command == "compare" else [])]))
-    with ServerProcess(args, names) as server:
-        bench = Bench(args, names, server, sampling)
-        prompts = encode_prompts(args, bench.enc)[: args.prompts]
-        result = {"demo": demo, "compare": compare, "policies": policies, "disconnect": disconnect}[args.command](bench, prompts, args)
-    if args.command in ("compare", "policies"):
-        print(f"identical to plain decoding: {'yes' if not bench.different else f'NO, {bench.different} texts differ'}")
+    torch.set_num_threads(1)  # the client's; its small matrices gain nothing from more
+    served = dict.fromkeys([*names, "independent"])
+    bench = Bench(args, served)  # bad input shows here, before there is a server
+    with server_process(args, served) as (_, port, token):
+        bench.connect(port, token)
+        result = COMMANDS[args.command](bench, names)
+    print(f"identical to plain decoding: {'NO' if bench.different else 'yes'}")
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
-    if not result.get("identical", True) or getattr(bench, "different", 0):
+        args.json.write_text(json.dumps({args.command: result, "settings": vars(args)}, indent=1, default=str))
+    if bench.different:
         sys.exit(1)
 
 if __name__ == "__main__":

@@ -439,24 +439,27 @@ def chart(curves, low=0.4):
         out.append(f'<text x="500" y="{40 + 20 * i}" fill="{colour}">{name}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
-def main():
-    length = lambda text: text if text == "auto" else int(text)
-    length.__name__ = "length"  # which argparse's messages show
-    parser = arguments(__doc__, "demo", "compare")
-    add = parser.add_argument
-    add("--drafter", nargs="+", metavar="NAME", help=f"of {', '.join(DRAFTERS)} (default: moa0; compare takes several)")
-    add("--draft-length", type=length, default=6, help="k, or auto: what this machine's timings call for (default %(default)s)")
-    add("--tree", type=Tree.parse, help="BREADTHxDEPTH:TOTAL: draft trees (compare's default: 3x5:10)")
-    add("--confidence", type=float, default=0.0, help="end a draft below this probability (default: never)")
+def decoding_arguments(add):
+    add("--drafter", nargs="+", metavar="NAME", help=f"of {', '.join(DRAFTERS)} (default: moa0; the comparisons take several)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, default=0, help="0 is off (default)")
     add("--top-p", type=float, default=1.0, help="1 is off (default)")
     add("--seed", type=int, default=0)
     add("--prompts", type=positive(int), help="use only the first so many held-out prompts")
+    add("--json", type=Path, metavar="FILE", help="write every number of the table here")
+
+def main():
+    length = lambda text: text if text == "auto" else int(text)
+    length.__name__ = "length"  # which argparse's messages show
+    parser = arguments(__doc__, "demo", "compare")
+    add = parser.add_argument
+    decoding_arguments(add)
+    add("--draft-length", type=length, default=6, help="k, or auto: what this machine's timings call for (default %(default)s)")
+    add("--tree", type=Tree.parse, help="BREADTHxDEPTH:TOTAL: draft trees (compare's default: 3x5:10)")
+    add("--confidence", type=float, default=0.0, help="end a draft below this probability (default: never)")
     add("--trace", type=int, nargs="?", const=4, default=0, metavar="N", help="draw the first N (default 4) drafts as trees")
     add("--full", action="store_true", help="compare: every drafter, all prompts, 64 tokens; some minutes")
     add("--svg", type=Path, metavar="FILE", help="compare: draw the agreement by distance here")
-    add("--json", type=Path, metavar="FILE", help="write every number of the table here")
     args = parser.parse_args()
     for path in filter(None, (args.json, args.svg)):
         path.open("a").close()  # a bad path shows at once
@@ -484,8 +487,7 @@ def main():
                     print(f"cycle {n}", *draw_tree(enc, cycle, colour=sys.stdout.isatty()), sep="\n")
                 print("-" * 80, flush=True)
             runs.append(run)
-        result = summarise(runs, target, sampling)
-        results = [result]
+        results = [result := summarise(runs, target, sampling)]
         print(*table(result), sep="\n")
     if args.json:
         machine = f"{platform.machine()}, {platform.processor() or platform.system()}, {torch.get_num_threads()} threads"

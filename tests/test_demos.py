@@ -28,6 +28,7 @@ def run(*command, cwd=ROOT):
     (["speculative.py", "--max-new-tokens", "0", "--prompt", "x"], "tau"),
     (["speculative.py", "--max-new-tokens", "16", "--prompts", "1", "--tree", "3x4:8", "--drafter", "eagle", "--trace"], "cycle 2"),
     (["speculative.py", "--max-new-tokens", "12", "--prompts", "1", "--draft-length", "auto"], "expected tokens/s by length"),
+    (["serve_local.py", "--max-new-tokens", "24"], "never verified"),
     (["speculative.py", "--max-new-tokens", "9", "--prompt", "añ漢🙂<|endoftext|>", "--draft-length", "0"], "identical: yes"),
 ])  # fmt: skip
 def test_demos(command, says):
@@ -51,6 +52,11 @@ SMALL = ["--data", str(ROOT / "model.py"), "--batch", "1", "--minutes", "0.001"]
     ["speculative", "--draft-length", "many"], ["speculative", "--draft-length", "513"], ["speculative", "compare", "--svg", "no/such/x"],
     ["speculative", "--draft-length", "auto", "--prompt", "x", "--max-new-tokens", "-1"], ["speculative", "--trace", "x"],
     ["moa", "--prompt", "x", "--max-new-tokens", "2"], ["moa", "--max-new-tokens", "0"], ["moa", "--prompt", "word " * 600],
+    ["serve_local", "--weights", "nowhere"], ["serve_local", "--profile", "5G"], ["serve_local", "--outage", "3:1"], ["serve_local", "--outage", "x"],
+    ["serve_local", "--drafter", "nothing"], ["serve_local", "--draft-length", "-1"], ["serve_local", "--loss", "1"], ["serve_local", "--wire", "fp8"],
+    ["serve_local", "--temperature", "-1"], ["serve_local", "--verify-ms", "0"], ["serve_local", "--json", "weights"],
+    ["serve_local", "--prompt", "word " * 600], ["serve_local", "--max-new-tokens", "-1"], ["serve_local", "--client-slowdown", "0"],
+    ["moa", "train", "--init", "--weights", "nowhere"],
     ["model", "train", "--data", "nowhere"], ["model", "train", "--batch", "0"], ["model", "train", "--minutes", "-1"],
     ["model", "train", "--window", "1"], ["moa", "train", "--periods", "5", "2"], ["moa", "train", "--drafter", "moa99"],
     ["moa", "train", *SMALL, "--batch", "100000"], ["moa", "train", *SMALL, "--resume", "--checkpoint", "nothing"],
@@ -131,6 +137,11 @@ def test_trains_resumes_and_decodes_what_it_trained(tmp_path):
         how = json.loads((weights / f"{name}.json").read_text())
         assert how["steps"] == 3 and how["tokens"] == 3 * 2 * 64 and how["held_out"]["cross_entropy"] > 0
         assert settings.items() <= how["settings"].items()
+    before = torch.load(weights / "eagle.pt", weights_only=True)["weights"]
+    done = run("moa.py", "train", *common, "--checkpoint", tmp_path / "ckpt2", "--steps", "1", "--init", "--drafter", "eagle", "--lr", "1e-9")
+    assert done.returncode == 0 and json.loads((weights / "eagle.json").read_text())["steps"] == 4, done.stderr
+    after = torch.load(weights / "eagle.pt", weights_only=True)["weights"]  # it went on from those weights, not from new ones
+    assert all((after[name].float() - w.float()).abs().max() < 0.01 for name, w in before.items())
     done = run("model.py", "train", *common, "--checkpoint", tmp_path / "ckpt", "--resume")
     assert done.returncode != 0 and "another run" in done.stderr
     done = run("moa.py", "train", *common, "--checkpoint", tmp_path / "ckpt", "--minutes", "0.001", "--drafter", "moa0")

@@ -22,8 +22,8 @@ import serve_local
 from model import WEIGHTS, Sampling, UserError, generate, load_target
 from moa import load_drafter
 from serve_local import (PREFIX, PROFILES, REPLY_LIMIT, REQUEST_LIMIT, Client, Connection, Coupled, Disconnected, FrameError, Link, Profile,
-                         Server, ServerProcess, Service, api_client, converse, decode_memory, encode_memory, keep_client_side,
-                         memory_bytes, pack, pack_ids, read_frame, timeline)  # fmt: skip
+                         Server, Service, api_client, converse, decode_memory, encode_memory, keep_client_side,
+                         memory_bytes, pack, pack_ids, read_frame, server_process, timeline)  # fmt: skip
 from speculative import near_tie
 
 TOKEN = "let me in"
@@ -524,7 +524,70 @@ def test_two_clients_interleaved_over_sockets_are_each_as_if_alone():
         link.send(b"")
 
 
-def test_a_server_process_killed_and_started_again_in_the_middle_of_a_text(monkeypatch):
+@pytest.fixture(scope="module")
+def bench():
+    """-> run(command, *flags): a command of the file as main runs it, on the one server process; what it returns and `bench`."""
+    torch.set_default_dtype(torch.float32)
+    parse = lambda flags: serve_local.parse([*flags, "--prompts", "1"])
+    names = ["moa0", "moa1", "eagle", "independent"]
+    bench = serve_local.Bench(parse([]), names)
+    with server_process(bench.args, names) as (_, port, token):
+        bench.connect(port, token)
+
+        def run(command, *flags, drafters=("moa0",)):
+            bench.args, bench.different = parse([command.__name__, *flags]), 0
+            torch.set_default_dtype(torch.float32)
+            try:
+                return command(bench, list(drafters))
+            finally:
+                torch.set_default_dtype(torch.float64)
+
+        torch.set_default_dtype(torch.float64)
+        run.bench = bench
+        yield run
+
+
+def test_compare_measures_every_network_and_method(bench, capsys):
+    given = ["--draft-ms", "2", "--verify-ms", "20"]
+    out = bench(serve_local.compare, "--max-new-tokens", "8", *given, drafters=["moa0", "eagle"])
+    assert "3g        moa0 / eagle" in capsys.readouterr().out and not bench.bench.different
+    assert list(out) == ["loopback", "5g-like", "cable", "lte", "4g", "3g"]
+    for rows in out.values():
+        assert list(rows) == ["API, streamed", "API, a call a token", "moa0", "eagle"]
+        assert all(row["tokens"] == 8 and row["s_per_token"] > 0 and row["bytes_down_per_token"] > 0 for row in rows.values())
+        assert rows["API, streamed"]["calls"] == 1 and rows["API, a call a token"]["calls"] == 8 >= rows["moa0"]["calls"]
+    assert out["3g"]["API, a call a token"]["s_per_token"] > 0.3 + 0.02 > out["loopback"]["API, a call a token"]["s_per_token"]
+
+
+def test_policies_and_wires_have_their_numbers(bench, capsys):
+    out = bench(serve_local.policies, "--max-new-tokens", "8", "--profile", "3g", "--draft-ms", "2", "--verify-ms", "20")
+    assert out["3g"]["auto"]["over_best_fixed"] > 0 and "auto takes" in capsys.readouterr().out
+    rows = bench(serve_local.wires, "--max-new-tokens", "8")["lte"]
+    int8, fp16, fp32 = (rows[wire]["bytes_down_per_verified_token"] for wire in ("int8", "fp16", "fp32"))
+    assert 256 + 4 < int8 < 256 + 4 + 60 and 512 < fp16 < 512 + 60 and 1024 < fp32 < 1024 + 60
+    assert "EAGLE's final state is 260, all keys and values are 3264" in capsys.readouterr().out and not bench.bench.different
+
+
+def test_disconnect_lets_every_drafter_go_on_alone(bench, capsys):
+    out = bench(serve_local.disconnect, "--max-new-tokens", "24", drafters=["moa1", "independent"])
+    for cuts in out.values():
+        assert [18 >= cut["tokens"] > 0 for cut in cuts.values()] == [True] * 3
+        for cut in cuts.values():
+            assert 0 <= cut["first_divergence"] <= cut["tokens"] and 0 <= cut["agreement"] <= 1 and cut["log_probability"] < 0
+    assert capsys.readouterr().out.count("of the text") == 6
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--profile", "3g", "--outage", "1.5:4", "--wire", "int8"], "unverified"), (["--disconnect-after", "0.3", "--temperature", "0.8"], "never verified"),
+    (["--prompt", "añ", "--jitter", "5", "--loss", "0.2"], "drafted"), (["--max-new-tokens", "0"], "0 tokens"),
+])  # fmt: skip
+def test_the_demo_tells_what_happened(bench, capsys, flags, says):
+    bench.bench.prompts = [[100, 200, 300]]
+    out = bench(serve_local.demo, "--max-new-tokens", "24", *flags)
+    assert says in capsys.readouterr().out and out["identical"] and not bench.bench.different
+
+
+def test_a_server_process_killed_and_started_again_in_the_middle_of_a_text():
     """faults.md's 28, with the shipped weights, and a client that holds its own part of them only."""
     torch.set_default_dtype(torch.float32)
     try:
@@ -534,21 +597,17 @@ def test_a_server_process_killed_and_started_again_in_the_middle_of_a_text(monke
         whole, held = sum(p.numel() for p in judge.parameters()), keep_client_side(target, drafter)
         assert held < 0.2 * whole and drafter.lsa is None
         args, ids = Namespace(weights=WEIGHTS, device="cpu"), [100, 200, 300, 400]
-        server = ServerProcess(args, ["moa1"])
-        port, token = server.port, server.token
-        client = Client(target, drafter, "moa1", Link(Connection(port)), token, patience=1e9)
-        for n, event in enumerate(client.generate(ids, 24)):
-            if n == 2:
-                server.process.kill()
-                server.process.wait()
-                command = [sys.executable, serve_local.__file__, "serve", "--drafter", "moa1", "--port", str(port)]
-                server.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                                  env={**os.environ, "MOA_TOKEN": token})  # fmt: skip
-                assert server.process.stdout.readline() == f"{port}\n"
-        client.link.connection.close()
-        with server:
-            pass
-        assert server.process.returncode == 0
+        with server_process(args, ["moa1"]) as (process, port, token):
+            client = Client(target, drafter, "moa1", Link(Connection(port)), token, patience=1e9)
+            events = client.generate(ids, 24)
+            first = [next(events), next(events)]
+            process.kill()
+        command = [sys.executable, serve_local.__file__, "serve", "--drafter", "moa1", "--port", str(port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "MOA_TOKEN": token}) as process:
+            assert process.stdout.readline() == f"{port}\n"
+            assert all(event.new or event.what == "offline" for event in [*first, *events])
+            client.link.connection.close()
+        assert process.returncode == 0  # it ends with its parent's pipe
         want, text = plain(judge, ids, 24), client.ids[4:]
         assert len(text) == 24 and (text == want or near_tie(judge, ids, want, text))
         assert any(what == "timeout" for what, _, _ in client.link.spans)
