@@ -9,13 +9,13 @@
 
 Read after speculative.py. The server holds the target and the drafter's LSA and W; the client holds embeddings, LM head, SA, CA
 and the last N target layers. What crosses is the draft's ids upwards and, for each verified token, the drafter's `memory`
-downwards: E numbers a token for N = 0, where the target's keys and values would be 2 L nkv hs.
+downwards: C numbers a token for N = 0, where the target's keys and values would be 2 L nkv hs.
 
     client: draft k tokens --VERIFY--> server: one pass over them --accepted, own token, memory--> client: commit, observe
 
 Compute is measured, or given; the network's part is added on a virtual clock, so that a minute of 3G takes no minute.
 """
-import hmac, itertools, json, math, os, secrets, socket, socketserver, statistics, struct, subprocess, sys, threading, time, zlib
+import argparse, hmac, itertools, json, math, os, secrets, socket, socketserver, statistics, struct, subprocess, sys, threading, time, zlib
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from model import Random, Sampling, UserError, arguments, check_prompt, cli, encode_prompts, generate, load_target, positive
+from model import Random, Sampling, UserError, arguments, check_prompt, cli, encode_prompts, generate, load_target
 from moa import load_drafter
 from speculative import decoding_arguments, near_tie
 
@@ -83,7 +83,7 @@ def encode_memory(parts, wire):
             scale = np.abs(x).max(-1, keepdims=True).astype("<f4") / 127
             out += [np.rint(x / np.where(scale > 0, scale, 1)).astype("i1").tobytes(), scale.tobytes()]
         else:
-            out.append(np.clip(x, -65504, 65504).astype(WIRES[wire]).tobytes())
+            out.append((x.clip(-65504, 65504) if wire == "fp16" else x).astype(WIRES[wire]).tobytes())
     return b"".join(out)
 
 def decode_memory(body, shapes, wire, like):
@@ -93,14 +93,17 @@ def decode_memory(body, shapes, wire, like):
     if rest:
         raise FrameError(f"{len(body)} bytes of memory are not a multiple of {size}")
     parts, at = [], 0
-    for shape in shapes:
-        read = lambda kind, *shape: np.frombuffer(body, kind, math.prod(shape), at).reshape(shape)
-        x = read(WIRES[wire], T, *shape)
+
+    def read(kind, *shape):
+        nonlocal at
+        x = np.frombuffer(body, kind, math.prod(shape), at).reshape(shape)
         at += x.nbytes
-        if wire == "int8":
-            scale = read("<f4", T, *shape[:-1], 1)
-            x, at = x * scale, at + scale.nbytes
-        parts.append(torch.from_numpy(x.astype("f4")).to(like).movedim(0, -2))
+        return x
+
+    for shape in shapes:
+        x = read(WIRES[wire], T, *shape)
+        x = x * read("<f4", T, *shape[:-1], 1) if wire == "int8" else x.astype("f4")
+        parts.append(torch.from_numpy(x).to(like).movedim(0, -2))
     return parts
 
 def memory_bytes(shapes, wire):
@@ -114,9 +117,9 @@ class Coupled:
 
     which has distribution p, independently for each i. The client draws from q with the same noise, and its token stands while
     the server, drawing from p, gets the same. So q never travels, and the text is the one that plain decoding gives with this
-    source, token for token, whatever the drafter, the network or the retries. A token stands with probability
-    sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)), between (1 - d) / (1 + d) and 1 - d, d the total variation of p and q; the
-    rejection rule has 1 - d, the most that is possible, but needs q at the server. At temperature 0 both are a comparison.
+    source, token for token, whatever the drafter, the network or the retries (but for rounding: see near_tie). A token stands
+    with probability sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)), between (1 - d) / (1 + d) and 1 - d, d the total variation of p
+    and q; the rejection rule has 1 - d, the most that is possible, but needs q at the server. At temperature 0 both compare.
     """
 
     def __init__(self, seed, position):
@@ -144,24 +147,36 @@ class Session:
     request: int = 0
     reply: bytes = b""
 
+class NoDrafter:
+    """For the API client that calls for each token: it drafts nothing and is sent nothing."""
+
+    def reset(self):
+        pass
+
+    def memory(self, cache, states):
+        return ()
+
+    def observe(self, memory):
+        pass
+
 class Service:
     """The target's side of the protocol, whatever carries it. Requests:
 
-        open      token, drafter, wire, seed, sampling, base, have; body: ids of text and draft    starts or restarts a session
+        open      secret, drafter, wire, seed, sampling, base, have; body: ids of text and draft    starts or restarts a session
         verify    base, text; body: ids of the draft     base: tokens of the client's text, text: their CRC-32
-        generate  token, seed, sampling, limit, eot; body: ids of the text     the API client's: one frame for each token
+        generate  secret, seed, sampling, limit, eot; body: ids of the text     the API client's: one frame for each token
         close
 
     each with session and request, a number that grows. The reply to open and verify: accepted, token, busy (seconds), and in
     the body the memory of text and accepted draft from row `have` on (for verify: base - 1, what the client lacks). The last
     request's reply is on record: the same number again gets it again and changes nothing, a smaller one is stale. Going
     back is allowed, to any base that the client's text has, since its reply may have been lost. At most `max_sessions`
-    live, each of a cache's fixed size; the least recently used goes, and its client opens it again.
+    live, each with a cache of fixed size; the least recently used goes, and its client opens it again.
     """
 
-    def __init__(self, target, drafters, token, max_sessions=8, timer=time.perf_counter):
-        self.target, self.drafters, self.token, self.max_sessions, self.timer = target, drafters, token, max_sessions, timer
-        self.sessions, self.lock = OrderedDict(), threading.Lock()
+    def __init__(self, target, drafters, secret, max_sessions=8, timer=time.perf_counter):
+        self.target, self.drafters, self.secret = target, {**drafters, "none": NoDrafter()}, secret
+        self.max_sessions, self.timer, self.sessions, self.lock = max_sessions, timer, OrderedDict(), threading.Lock()
 
     def answer(self, header, body):
         """A request -> yields its replies, frames; whatever is wrong with it is one as well."""
@@ -172,7 +187,8 @@ class Service:
                 yield from self.stream(header, self.read_ids(body), request)
                 return
             with self.lock, torch.inference_mode():
-                yield self.answer_session(header, body, request)
+                reply = self.answer_session(header, body, request)
+            yield reply  # unlocked: its reader may be slow
         except Refused as e:
             yield pack({"request": request, "error": e.args[0], "message": e.args[1]})
         except Exception as e:  # ours, not the client's: it is told, and the next one is served
@@ -196,43 +212,45 @@ class Service:
             del self.sessions[name]
             return pack({"request": request})
         ids, block_size = self.read_ids(body), self.target.config.block_size
+        base = whole(header, "base", 1, block_size - 1)
+        have, start, draft = base - 1, base - 1, ids
         if op == "open":
-            base = whole(header, "base", 1, min(len(ids), block_size - 1))
-            have, draft, start = whole(header, "have", 0, base - 1), ids[base:], 0
-            drafter, wire = self.drafters[choice(header, "drafter", [*self.drafters])], choice(header, "wire", [*WIRES])
-            session = Session(drafter, wire, *self.randomness(header), self.target.new_cache(), ids[:base])
-        else:
-            base = whole(header, "base", 1, block_size - 1)
-            have, draft, start = base - 1, ids, base - 1
-            if base > len(session.ids) or crc(session.ids[:base]) != header.get("text"):
-                raise Refused("session", "this session's text is not the client's; open it again")
+            start, draft = 0, ids[base:]
+            if base > len(ids):
+                raise Refused("bad", f"base is {base}, but the body has {len(ids)} ids")
+            have = whole(header, "have", 0, base - 1)
+        elif base > len(session.ids) or crc(session.ids[:base]) != header.get("text"):
+            raise Refused("session", "this session's text is not the client's; open it again")
         if base + len(draft) >= block_size:
             raise Refused("bad", f"{base} + {len(draft)} tokens and one more are over the {block_size} that the target reads")
-        session.request, session.reply = request, self.verify(session, base, draft, start, have, request, op)
-        self.sessions[name] = session
+        if op == "open":
+            drafter, wire = self.drafters[choice(header, "drafter", [*self.drafters])], choice(header, "wire", [*WIRES])
+            sampling, seed = self.randomness(header)
+            self.sessions.pop(name, None)
+            while len(self.sessions) >= self.max_sessions:
+                self.sessions.popitem(last=False)
+            session = self.sessions[name] = Session(drafter, wire, sampling, seed, self.target.new_cache(), ids[:base])
         self.sessions.move_to_end(name)
-        while len(self.sessions) > self.max_sessions:
-            self.sessions.popitem(last=False)
-        return session.reply
+        clock = self.timer()
+        accepted, token, memory = self.verify(session, base, draft, start, have)
+        reply, body = {"request": request, "base": base, "accepted": accepted, "token": token}, encode_memory(memory, session.wire)
+        if op == "open":
+            reply["shapes"] = [list(part.movedim(-2, 0).shape[1:]) for part in memory]
+        session.request, session.reply = request, pack({**reply, "busy": 0.0}, body)  # to send it again will take no time
+        return pack({**reply, "busy": round(self.timer() - clock, 5)}, body)
 
-    def verify(self, session, base, draft, start, have, request, op):
-        """One pass over the text from row `start` on and the draft -> the reply."""
-        clock, target, cache, text = self.timer(), self.target, session.cache, session.ids[:base]
+    def verify(self, session, base, draft, start, have):
+        """One pass over the text from row `start` on and the draft -> how many stand, the target's own token, the memory."""
+        target, cache, text = self.target, session.cache, session.ids[:base]
         cache.truncate(start)
-        new = torch.tensor([text[start:] + draft], device=target.lm_head.weight.device)
-        states = target.states(new, cache)
+        states = target.states(torch.tensor([text[start:] + draft], device=target.lm_head.weight.device), cache)
         p, rng, accepted = session.sampling(target.lm_head(states[0, -len(draft) - 1 :])), Coupled(session.seed, base), 0
         while (token := rng.draw(p[accepted])) in draft[accepted : accepted + 1]:
             accepted += 1
         end = base + accepted
-        cache.truncate(end)
-        memory = session.drafter.memory(cache, states[:, have - start : end - start]) or ()
+        cache.truncate(end)  # all but the target's own token, which has not been read
         session.ids = text + draft[:accepted] + [token]
-        reply = {"request": request, "base": base, "accepted": accepted, "token": token}
-        if op == "open":
-            reply["shapes"] = [list(part.movedim(-2, 0).shape[1:]) for part in memory]
-        body = encode_memory(memory, session.wire)
-        return pack({**reply, "busy": round(self.timer() - clock, 5)}, body)
+        return accepted, token, session.drafter.memory(cache, states[:, have - start : end - start]) or ()
 
     def stream(self, header, ids, request):
         self.admit(header)
@@ -245,22 +263,24 @@ class Service:
             with self.lock:
                 clock = self.timer()
                 token = next(tokens, None)
-            yield pack({"request": request, "token": token, "busy": round(self.timer() - clock, 5)})  # None: the end
             if token is None:
+                yield pack({"request": request, "token": None})
                 return
+            yield pack({"request": request, "token": token, "busy": round(self.timer() - clock, 5)})
 
     def admit(self, header):
-        if not hmac.compare_digest(str(header.get("token")).encode(errors="replace"), self.token.encode()):
-            raise Refused("denied", "wrong token")
+        if not hmac.compare_digest(str(header.get("secret")).encode(errors="replace"), self.secret.encode()):
+            raise Refused("denied", "wrong secret")
 
     def randomness(self, header):
         values = header.get("sampling")
         if not isinstance(values, list) or len(values) != 3 or any(type(x) not in (int, float) for x in values):
             raise Refused("bad", "sampling must be [temperature, top_k, top_p]")
         try:
-            return Sampling(values[0], whole({"top_k": values[1]}, "top_k", 0, 2**31), values[2]), whole(header, "seed", 0, 2**63 - 1)
-        except UserError as e:
+            sampling = Sampling(float(values[0]), whole({"top_k": values[1]}, "top_k", 0, 2**31), float(values[2]))
+        except (UserError, OverflowError) as e:
             raise Refused("bad", str(e)) from None
+        return sampling, whole(header, "seed", 0, 2**63 - 1)
 
     def read_ids(self, body):
         if len(body) % 4:
@@ -302,7 +322,7 @@ def converse(service, rfile, wfile):
             wfile.write(reply)
 
 class Server(socketserver.ThreadingTCPServer):
-    """Loopback only; the port is the system's choice."""
+    """On the loopback address only. Port 0: the system's choice."""
 
     allow_reuse_address = daemon_threads = True
 
@@ -324,22 +344,25 @@ class Server(socketserver.ThreadingTCPServer):
 
 def serve(args, names):
     """The server process: prints its port and serves until standard input, its parent's, closes."""
+    if not (secret := os.environ.get("MOA_SECRET")):
+        raise UserError("serve is what the other commands start; by itself it needs MOA_SECRET in the environment, which clients must show")
     target, _ = load_target(args.weights, args.device)
     drafters = {name: load_drafter(target, Path(args.weights) / f"{name}.pt") for name in names}
-    with Server(Service(target, drafters, os.environ.get("MOA_TOKEN") or secrets.token_hex(16)), args.port) as server:
+    with Server(Service(target, drafters, secret), args.port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_address[1], flush=True)
         sys.stdin.read()
 
 @contextmanager
-def server_process(args, names):
-    """A server that ends with us -> its process, port and token."""
-    token = secrets.token_hex(16)
-    command = [sys.executable, __file__, "serve", "--weights", str(args.weights), "--device", args.device, "--drafter", *names]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "MOA_TOKEN": token}) as process:
-        if not (port := process.stdout.readline()):
-            raise UserError("the server process ended at its start; what it said stands above")
-        yield process, int(port), token
+def server_process(args, names, port=0, secret=None):
+    """A server that ends with us -> its process, port and secret."""
+    secret = secret or secrets.token_hex(16)
+    command = [sys.executable, __file__, "serve", "--weights", args.weights, "--device", args.device, "--port", port, "--drafter", *names]
+    with subprocess.Popen(map(str, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "MOA_SECRET": secret}) as process:  # fmt: skip
+        if not (line := process.stdout.readline()):
+            sys.exit(process.wait())  # it has said why
+        yield process, int(line), secret
 
 # ---- The network -----------------------------------------------------------------------------------------------------
 
@@ -392,37 +415,37 @@ class Connection:
 class Link:
     """A connection behind a simulated network and a virtual clock: `now`, in seconds.
 
-    Computing takes what was measured, times client_slowdown, or over server_speedup; a message takes rtt / 2 + bits / bandwidth,
-    and what jitter and loss add. One that is on its way while the link is out is lost; that is noticed after `timeout` seconds.
-    spans: (what, start, end) of all that happened.
+    Computing takes what was measured (or draft_s a drafted token, verify_s a request), times client_slowdown or over
+    server_speedup; a message takes rtt / 2 + bits / bandwidth, and what jitter and loss add. One that is on its way while the
+    link is out is lost, which is noticed `timeout` seconds after the request. To connect again costs nothing more.
+    spans: (what, start, end) of all that happened. real_time: wait until the real clock has come as far.
     """
 
     def __init__(self, connection, profile=Profile(), outages=(), client_slowdown=1.0, server_speedup=1.0, draft_s=None, verify_s=None,
                  real_time=False, seed=0):  # fmt: skip
         self.connection, self.profile, self.outages, self.real_time, self.rng = connection, profile, list(outages), real_time, Random(seed)
         self.client_slowdown, self.server_speedup, self.draft_s, self.verify_s = client_slowdown, server_speedup, draft_s, verify_s
-        self.now, self.spans, self.timeout = 0.0, [], 0.5 + 2 * profile.rtt
-        self.calls = self.bytes_up = self.bytes_down = 0
-        self.busy = 0.0
+        self.now, self.busy, self.spans, self.started, self.timeout = 0.0, 0.0, [], time.perf_counter(), 0.5 + 2 * profile.rtt
+        self.calls = self.faults = self.bytes_up = self.bytes_down = 0
 
-    def advance(self, what, until, spent=0.0):
-        """Move the clock; in real time also wait, for what computing did not already take."""
+    def advance(self, what, until):
         until = max(until, self.now)
         if self.real_time:
-            time.sleep(max(0.0, until - self.now - spent))
+            time.sleep(max(0.0, self.started + until - time.perf_counter()))
         self.spans.append((what, self.now, until))
         self.now = until
 
     def compute(self, what, seconds):
         """The client computed for so long, as measured."""
-        given = seconds if what == "observe" or self.draft_s is None else self.draft_s
-        self.advance(what, self.now + given * self.client_slowdown, seconds)
+        seconds = seconds if what == "observe" or self.draft_s is None else self.draft_s
+        self.advance(what, self.now + seconds * self.client_slowdown)
 
     def travel(self, size, rate):
-        p, late = self.profile, 0.0
-        while self.rng.coin(p.loss):
-            late += 0.2 + p.rtt
-        return p.rtt / 2 + 8 * size / rate + p.jitter * self.rng.uniform() + late
+        """-> seconds that a message of so many bytes is on its way."""
+        late = self.profile.jitter * self.rng.uniform()
+        while self.rng.coin(self.profile.loss):
+            late += 0.2 + self.profile.rtt
+        return self.profile.rtt / 2 + 8 * size / rate + late
 
     def out(self, start, end):
         return any(a <= end and start < b for a, b in self.outages)
@@ -445,11 +468,10 @@ class Link:
             header, body, size = self.connection.receive()
         except (OSError, FrameError):
             self.fault()
-        if isinstance(spent := header.get("busy"), float):
-            busy = (spent if self.verify_s is None else self.verify_s) / self.server_speedup
-            self.busy += busy
-            self.at_server += busy
-            self.advance("verify", self.at_server, spent)
+        if busy := header.get("busy"):
+            busy = (busy if self.verify_s is None else self.verify_s) / self.server_speedup
+            self.busy, self.at_server = self.busy + busy, self.at_server + busy
+            self.advance("verify", self.at_server)
         arrives = self.at_server + self.travel(size, self.profile.down)
         if self.out(self.at_server, arrives):
             self.fault()
@@ -459,6 +481,7 @@ class Link:
 
     def fault(self):
         self.connection.close()
+        self.faults += 1
         self.advance("timeout", self.sent + self.timeout)
         raise Disconnected
 
@@ -469,6 +492,7 @@ class Link:
         try:
             self.connection.connect()
         except OSError:
+            time.sleep(0.05)  # a real fault: real time has to pass
             return False
         return True
 
@@ -483,7 +507,6 @@ class Event:
     draft: list
     accepted: int = 0
     new: list = field(default_factory=list)
-    at: float = 0.0
 
 def keep_client_side(target, drafter):
     """Drop what lives on the server: the target's layers but the last N, and LSA with W. -> parameters that are left."""
@@ -499,43 +522,43 @@ class Client:
     policy: when to call. "fixed": every draft_length tokens. "confidence": when the drafter's own probability of the whole
     draft falls below `confidence`. "auto": as long as another token pays,
 
-        P(it stands) > c * r,   c the seconds to draft and verify one more, r the text's tokens per second so far
+        P(it stands) > c * r,   c the seconds to draft and verify one more, r the tokens per second so far
 
-    for a cycle's tokens per second grow with one more token just if that token's own rate, P / c, exceeds the cycle's
-    (the marginal value theorem); a slow link lowers r, so drafts get longer. P is calibrated on what happened to tokens of
-    the same confidence before. At most `longest` tokens a draft.
+    for one more token raises the long-run rate just if its own, P / c, exceeds that (the marginal value theorem; r, the rate so
+    far, stands for the best one). A slow link lowers r, so drafts get longer. P is calibrated on what happened to tokens of the
+    same confidence before, c fitted to the server's times over lengths. At most `longest` tokens a draft.
 
     Without an answer the client drafts alone, up to offline_limit tokens, and tries again every `retry` seconds until
     `patience` seconds are over. Whatever it drafted is the next request's draft: one pass verifies it, the text is repaired
     from the first mismatch. A server that has lost the session is sent the text again.
     """
 
-    def __init__(self, target, drafter, name, link, token, sampling=Sampling(), seed=0, wire="fp16", policy="auto", draft_length=6,
+    def __init__(self, target, drafter, name, link, secret, sampling=Sampling(), seed=0, wire="fp16", policy="auto", draft_length=6,
                  confidence=0.3, longest=24, offline_limit=512, patience=10.0, retry=0.25, eot=None, timer=time.perf_counter):  # fmt: skip
-        self.target, self.drafter, self.name, self.link, self.token = target, drafter, name, link, token
+        self.target, self.drafter, self.name, self.link, self.secret = target, drafter, name, link, secret
         self.sampling, self.seed, self.wire, self.policy, self.draft_length = sampling, seed, wire, policy, draft_length
         self.confidence, self.longest, self.offline_limit, self.patience, self.retry = confidence, longest, offline_limit, patience, retry
-        self.eot, self.timer, self.request = eot, timer, 0
+        self.eot, self.timer, self.request, self.shapes = eot, timer, 0, []
         self.tried, self.stood = [2.0] * 10, [0.1 + 0.2 * i for i in range(10)]  # by confidence, in tenths; a weak prior
-        self.drafted, self.draft_seconds = 0, 0.0
+        self.emitted, self.cycle_seconds, self.drafted, self.draft_seconds, self.passes = 0, 0.0, 0, 0.0, []
 
     @torch.inference_mode()
     def generate(self, ids, max_new_tokens):
-        """Yield an Event for each call and each token drafted offline. Afterwards `ids` is the committed text, `unverified` what
-        was drafted behind it. Raises UserError for what cannot be decoded, or is refused."""
+        """Yield an Event for each call and each token drafted offline. Afterwards `ids` is the committed text, and where patience
+        ended, `unverified` what was drafted behind it. Raises UserError for what cannot be decoded, or is refused."""
         end = len(ids) + check_prompt(self.target.config, ids, max_new_tokens)
-        self.ids, self.session, self.is_open, self.fed, self.gives_up = list(ids), secrets.token_hex(8), False, 0, None
-        self.emitted, self.cycle_seconds = 0, 0.0  # of this text; cycles with a fault left out
+        self.ids, self.session, self.is_open, self.fed, self.gives_up, self.gave_up = list(ids), secrets.token_hex(8), False, 0, None, False
         self.drafter.reset()
         self.start_draft()
         while len(self.ids) < end and not (len(self.ids) > len(ids) and self.ids[-1] == self.eot):
-            room, start = end - len(self.ids) - 1, self.link.now  # the target adds a token of its own
+            room, start, faults, first = end - len(self.ids) - 1, self.link.now, self.link.faults, not self.is_open
             while self.fed and len(self.unverified) < min(room, self.longest) and self.pays():
                 self.draft_one("draft")
             try:
                 accepted, token = self.call(self.unverified[:room])
             except Disconnected:
-                if not (yield from self.alone(end)):
+                self.gave_up = not (yield from self.alone(end))
+                if self.gave_up:
                     return
                 continue
             draft, new = self.unverified, [*self.unverified[:accepted], token]
@@ -544,15 +567,15 @@ class Client:
             for i, tenth in enumerate(self.tenths[: accepted + 1]):
                 self.tried[tenth] += 1
                 self.stood[tenth] += i < accepted
-            if self.gives_up is None:
+            if not first and faults == self.link.faults and self.gives_up is None:
                 self.emitted, self.cycle_seconds = self.emitted + len(new), self.cycle_seconds + self.link.now - start
             self.ids, self.gives_up = self.ids + new, None
             self.start_draft()
-            yield Event("call", draft, accepted, new, self.link.now)
+            yield Event("call", draft, accepted, new)
         self.close()
 
     def start_draft(self):
-        self.unverified, self.tenths, self.chance, self.probability = [], [], 1.0, 1.0
+        self.unverified, self.tenths, self.stands, self.probability = [], [], 1.0, 1.0  # stands: P, calibrated; probability: q's own
 
     def draft_one(self, what):
         clock, before, draft = self.timer(), self.link.now, self.unverified
@@ -562,7 +585,7 @@ class Client:
         self.link.compute(what, self.timer() - clock)
         self.tenths.append(min(9, int(10 * confidence)))
         self.probability *= confidence
-        self.chance *= self.stood[self.tenths[-1]] / self.tried[self.tenths[-1]]
+        self.stands *= self.stood[self.tenths[-1]] / self.tried[self.tenths[-1]]
         self.drafted, self.draft_seconds = self.drafted + 1, self.draft_seconds + self.link.now - before
 
     def pays(self):
@@ -573,8 +596,9 @@ class Client:
             return self.probability >= self.confidence
         if self.policy == "fixed" or not self.cycle_seconds:
             return len(self.unverified) < self.draft_length
-        stands, rate = self.chance * sum(self.stood) / sum(self.tried), self.emitted / self.cycle_seconds
-        return stands > (self.draft_seconds / max(1, self.drafted) + self.row_seconds) * rate
+        rows, busy = np.array(self.passes[-32:]).T
+        seconds = self.draft_seconds / max(1, self.drafted) + (max(0.0, np.polyfit(rows, busy, 1)[0]) if rows.min() < rows.max() else 0.0)
+        return self.stands * sum(self.stood) / sum(self.tried) > seconds * self.emitted / self.cycle_seconds
 
     def alone(self, end):
         """Draft without the server, yielding each token's Event. -> whether the server can be reached again."""
@@ -584,7 +608,7 @@ class Client:
         while self.link.now < self.gives_up:
             if self.fed and len(self.unverified) < min(self.offline_limit, end - len(self.ids)) and self.eot not in self.unverified[-1:]:
                 self.draft_one("alone")
-                yield Event("offline", list(self.unverified), at=self.link.now)
+                yield Event("offline", list(self.unverified))
             else:
                 self.link.advance("wait", again)
             if self.link.now >= again:
@@ -601,7 +625,7 @@ class Client:
             header, ids, have = {"op": "verify", "base": base, "text": crc(self.ids)}, draft, base - 1
             if not self.is_open:
                 s, have, ids = self.sampling, self.fed, self.ids + draft
-                header = {"op": "open", "base": base, "have": have, "token": self.token, "drafter": self.name, "wire": self.wire,
+                header = {"op": "open", "base": base, "have": have, "secret": self.secret, "drafter": self.name, "wire": self.wire,
                           "seed": self.seed, "sampling": [s.temperature, s.top_k, s.top_p]}  # fmt: skip
             try:
                 reply, body = self.exchange(header, ids)
@@ -615,12 +639,12 @@ class Client:
         clock = self.timer()
         try:
             accepted, token = whole(reply, "accepted", 0, len(draft)), whole(reply, "token", 0, self.target.config.vocab_size - 1)
-            if not self.is_open:
-                self.shapes, self.is_open, self.row_seconds = reply["shapes"], True, (self.link.busy - busy) / len(ids)
+            self.shapes, self.is_open = reply.get("shapes", self.shapes), True
             self.drafter.observe(decode_memory(body, self.shapes, self.wire, self.target.lm_head.weight))
         except (Refused, FrameError, KeyError, TypeError, RuntimeError) as e:
             raise UserError(f"the server speaks another version ({e}); start it from the same sources") from None
         self.fed = base + accepted
+        self.passes.append((1 + len(draft) if header["op"] == "verify" else len(ids), self.link.busy - busy))
         self.link.compute("observe", self.timer() - clock)
         return accepted, token
 
@@ -645,15 +669,16 @@ class Client:
 
     def close(self):
         """Give the session back; nobody waits for that, so it takes no time. Where it fails the server drops it one day."""
+        self.request += 1
         try:
-            self.link.connection.send(pack({"op": "close", "session": self.session, "request": self.request + 1}))
+            self.link.connection.send(pack({"op": "close", "session": self.session, "request": self.request}))
             self.link.connection.receive()
         except (OSError, FrameError):
             self.link.connection.close()
 
-def api_client(link, token, ids, max_new_tokens, sampling=Sampling(), seed=0, eot=None):
+def api_client(link, secret, ids, max_new_tokens, sampling=Sampling(), seed=0, eot=None):
     """The client without a drafter: one request, the server decodes and streams. Yields tokens; stops dead at a fault."""
-    header = {"op": "generate", "request": 1, "token": token, "limit": max_new_tokens, "eot": -1 if eot is None else eot,
+    header = {"op": "generate", "request": 1, "secret": secret, "limit": max_new_tokens, "eot": -1 if eot is None else eot,
               "seed": seed, "sampling": [sampling.temperature, sampling.top_k, sampling.top_p]}  # fmt: skip
     try:
         link.send(pack(header, pack_ids(ids)))
@@ -680,107 +705,111 @@ def timeline(spans, width=100):
     yield f"{'':12} 0{end:{width - 1}.2f} s"
 
 class Bench:
-    """The clients of the drafters that a command asks for, and the whole target to judge them by."""
+    """What the commands share: the drafters at the client, the whole target to judge them by, and a server's address."""
 
     def __init__(self, args, names):
-        self.args, self.clients, self.different = args, {}, 0
+        self.args, self.different, self.held = args, 0, {}
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p)
         self.judge, self.enc = load_target(args.weights, args.device)
         self.prompts = encode_prompts(args, self.enc)[: args.prompts or 4]
         for ids in self.prompts:
             check_prompt(self.judge.config, ids, args.max_new_tokens)
+        self.drafters = {"none": (self.judge, NoDrafter())}
         for name in names:
             target, _ = load_target(args.weights, args.device)
-            drafter = load_drafter(target, Path(args.weights) / f"{name}.pt")
-            keep_client_side(target, drafter)
-            self.clients[name] = Client(target, drafter, name, link=None, token=None, eot=self.enc.eot_token)
+            self.drafters[name] = target, load_drafter(target, Path(args.weights) / f"{name}.pt")
+            self.held[name] = keep_client_side(*self.drafters[name])
 
-    def connect(self, port, token):
-        self.port, self.token = port, token
-        for client in self.clients.values():
-            client.link, client.token = Link(Connection(port)), token
-            list(client.generate(self.prompts[0], 16))  # warm up
-            client.link.connection.close()
+    def connect(self, port, secret):
+        self.port, self.secret = port, secret
+        for name in self.held:  # warm up
+            link = Link(Connection(port))
+            list(self.client(name, link).generate(self.prompts[0], 16))
+            link.connection.close()
 
     def link(self, profile=None, outages=()):
         a = self.args
         profile = replace(PROFILES[profile or a.profile or "lte"], jitter=a.jitter / 1e3, loss=a.loss)
-        return Link(Connection(self.port), profile, outages, a.client_slowdown, a.server_speedup, a.draft_ms, a.verify_ms, a.real_time, a.seed)
+        draft_s, verify_s = (ms and ms / 1e3 for ms in (a.draft_ms, a.verify_ms))
+        return Link(Connection(self.port), profile, outages, a.client_slowdown, a.server_speedup, draft_s, verify_s, a.real_time, a.seed)
 
     def client(self, name, link, **settings):
         a = self.args
         settings = dict(policy=a.policy, draft_length=a.draft_length, confidence=a.confidence, wire=a.wire) | settings
-        vars(self.clients[name]).update(link=link, seed=a.seed, sampling=self.sampling, **settings)
-        return self.clients[name]
+        return Client(*self.drafters[name], name, link, self.secret, self.sampling, a.seed, eot=self.enc.eot_token, **settings)
 
     def plain(self, ids):
         return list(generate(self.judge, ids, self.args.max_new_tokens, self.sampling, Coupled(self.args.seed, len(ids)), self.enc.eot_token))
 
-    def decode(self, method, ids, link, **settings):
-        """-> tokens. method: a drafter's name, or "stream", the API client that takes what the server decodes."""
-        a = self.args
-        if method == "stream":
-            return list(api_client(link, self.token, ids, a.max_new_tokens, self.sampling, a.seed, self.enc.eot_token))
-        return [token for event in self.client(method, link, **settings).generate(ids, a.max_new_tokens) for token in event.new]
+    def same(self, ids, text, plain):
+        """Whether this is plain decoding's text, greedy near-ties apart; one that is not is counted."""
+        same = text == plain or self.sampling.temperature == 0 and near_tie(self.judge, ids, plain, text)
+        self.different += not same
+        return same
 
     def table(self, profiles, methods):
-        """methods {label: (method, settings)}: decode the prompts with each in turn, print a row for each -> {profile: {label: row}}."""
-        out = {}
+        """methods {label: (a drafter's name, settings), or None: the streaming API client}. Decode the prompts with each in turn,
+        print a row for each -> {profile: {label: row}}."""
+        out, a = {}, self.args
         print(f"{'':30}{'ms/token':>9}{'calls':>7}{'tokens/call':>12}{'up B/token':>11}{'down B/token':>13}{'server ms/token':>16}")
         for profile in profiles:
+            clients = {label: method and self.client(method[0], None, **method[1]) for label, method in methods.items()}
             sums, out[profile] = {label: np.zeros(6) for label in methods}, {}
             for ids in self.prompts:
                 want = self.plain(ids)
-                for label, (method, settings) in methods.items():
+                for label, client in clients.items():
                     link = self.link(profile)
-                    tokens = self.decode(method, ids, link, **settings)
+                    if client:
+                        client.link = link
+                        tokens = [token for event in client.generate(ids, a.max_new_tokens) for token in event.new]
+                    else:
+                        tokens = list(api_client(link, self.secret, ids, a.max_new_tokens, self.sampling, a.seed, self.enc.eot_token))
                     link.connection.close()
+                    if len(tokens) < len(want):
+                        raise UserError(f"the server stopped answering ({label}, {profile}); run it again, and look for what ended it")
+                    self.same(ids, tokens, want)
                     sums[label] += len(tokens), link.now, link.calls, link.bytes_up, link.bytes_down, link.busy
-                    self.different += tokens != want and not near_tie(self.judge, ids, want, tokens)
             for label, (n, s, calls, up, down, busy) in sums.items():
-                n, each = max(1, n), max(1, calls)
-                out[profile][label] = dict(s_per_token=s / n, tokens=n, calls=calls, tokens_per_call=n / each, bytes_up_per_token=up / n,
+                n, calls = max(1, int(n)), max(1, int(calls))
+                out[profile][label] = dict(s_per_token=s / n, tokens=n, calls=calls, tokens_per_call=n / calls, bytes_up_per_token=up / n,
                                            bytes_down_per_token=down / n, busy_s_per_token=busy / n)  # fmt: skip
-                print(f"{profile:10}{label:20}{1e3 * s / n:9.1f}{calls:7.0f}{n / each:12.2f}{up / n:11.0f}{down / n:13.0f}{1e3 * busy / n:16.2f}", flush=True)
+                print(f"{profile:10}{label:20}{1e3 * s / n:9.1f}{calls:7}{n / calls:12.2f}{up / n:11.0f}{down / n:13.0f}"
+                      f"{1e3 * busy / n:16.2f}", flush=True)  # fmt: skip
         return out
 
 def demo(bench, names):
     """One text, step by step: what was drafted, what stood, what happened without the link."""
     args, name, ids, decode = bench.args, names[0], bench.prompts[0], bench.enc.decode
-    cut = [] if args.disconnect_after is None else [(args.disconnect_after, math.inf)]
-    link, alone = bench.link(outages=(args.outage or []) + cut), []
+    link, alone = bench.link(), []
+    link.outages = [*(args.outage or []), *([(args.disconnect_after, math.inf)] if args.disconnect_after is not None else [])]
     if not link.outages:
         link.outages = [(0.4 + 4 * link.profile.rtt, 1.4 + 8 * link.profile.rtt)]
-    client = bench.client(name, link)
-    outages = " ".join(f"{a:.2f}:{b:.2f}" for a, b in link.outages)
-    held, of = (sum(p.numel() for part in parts for p in part.parameters()) for parts in ((client.target, client.drafter), (bench.judge,)))
+    client, held, of = bench.client(name, link), bench.held[name], sum(p.numel() for p in bench.judge.parameters())
     print(f"{name} at the client: {held / 1e6:.2f} M parameters, {4 * held / 1e6:.1f} MB in float32, of the target's {of / 1e6:.2f} M ({held / of:.0%})\n"
-          f"network: {args.profile or 'lte'}, outages {outages} s; client x{args.client_slowdown:g} slower, server x{args.server_speedup:g} faster "
-          f"than measured here; memory as {args.wire}\n")  # fmt: skip
+          f"{args.profile or 'lte'}, outages " + " ".join(f"{a:.2f}:{b:.2f}" for a, b in link.outages) + f" s; client x{args.client_slowdown:g} slower, "
+          f"server x{args.server_speedup:g} faster than measured here; memory as {args.wire}\n")  # fmt: skip
     for event in client.generate(ids, args.max_new_tokens):
         if event.what == "offline":
             alone = event.draft
             continue
         if alone:
             print(f"{'':10} alone {len(alone):3} unverified            {decode(alone)!r}")
-        print(f"{event.at:8.2f} s call {len(event.draft):4} drafted, {event.accepted:3} stand  {decode(event.new)!r}")
+        print(f"{link.now:8.2f} s call {len(event.draft):4} drafted, {event.accepted:3} stand  {decode(event.new)!r}")
         alone = []
     text, plain = client.ids[len(ids) :], bench.plain(ids)
-    if client.unverified:
+    if client.gave_up:
         print(f"{link.now:8.2f} s end  {len(client.unverified):4} never verified        {decode(client.unverified)!r}")
         plain = plain[: len(text)]
-    same = text == plain or near_tie(bench.judge, ids, plain, text)
-    bench.different += not same
-    network = link.calls * link.profile.rtt + 8 * (link.bytes_up / link.profile.up + link.bytes_down / link.profile.down)
+    network = sum(end - start for what, start, end in link.spans if what in ("up", "down"))
     print("", *timeline(link.spans), "", f"{len(text)} tokens in {link.now:.2f} s: {link.calls} calls, {link.bytes_up} bytes up, {link.bytes_down} down; "
           f"network {network:.2f} s, server {link.busy:.2f} s", sep="\n")  # fmt: skip
     return dict(seconds=link.now, tokens=len(text), unverified=len(client.unverified), calls=link.calls, bytes_up=link.bytes_up,
-                bytes_down=link.bytes_down, busy=link.busy, identical=same)  # fmt: skip
+                bytes_down=link.bytes_down, busy=link.busy, identical=bench.same(ids, text, plain))  # fmt: skip
 
 def compare(bench, names):
     """Every network: the API client that is streamed to and the one that calls for each token; then the drafters."""
-    methods = {"API, streamed": ("stream", {}), "API, a call a token": ("independent", dict(policy="fixed", draft_length=0))}
-    out = bench.table(bench.args.profiles, methods | {name: (name, {}) for name in names})
+    methods = {"API, streamed": None, "API, a call a token": ("none", dict(policy="fixed", draft_length=0))}
+    out = bench.table([bench.args.profile] if bench.args.profile else PROFILES, methods | {name: (name, {}) for name in names})
     for profile, rows in out.items() if "eagle" in names else ():
         for name in names:
             if name.startswith("moa"):
@@ -792,7 +821,7 @@ def compare(bench, names):
 def policies(bench, names):
     """When to call: fixed draft lengths, the drafter's confidence, `auto`, and how near that is to the best fixed length."""
     fixed = {f"fixed {k}": (names[0], dict(policy="fixed", draft_length=k)) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
-    out = bench.table(bench.args.profiles, fixed | {policy: (names[0], dict(policy=policy)) for policy in ("confidence", "auto")})
+    out = bench.table([bench.args.profile] if bench.args.profile else PROFILES, fixed | {policy: (names[0], dict(policy=policy)) for policy in ("confidence", "auto")})
     for profile, rows in out.items():
         best = min(fixed, key=lambda label: rows[label]["s_per_token"])
         rows["auto"]["over_best_fixed"] = rows["auto"]["s_per_token"] / rows[best]["s_per_token"]
@@ -823,52 +852,61 @@ def disconnect(bench, names):
             client, n = bench.client(name, link), int(cut * len(want))
             for _ in client.generate(ids + want[:n], len(want) - n):  # the same text for all; one call, then the cut
                 link.outages = [(link.now, math.inf)]
+            link.connection.close()
             if tail := client.unverified:
-                p = bench.judge(torch.tensor([client.ids + tail]))[0, len(client.ids) - 1 : -1].log_softmax(-1)
+                text = torch.tensor([client.ids + tail], device=bench.judge.lm_head.weight.device)
+                p = bench.judge(text)[0, len(client.ids) - 1 : -1].log_softmax(-1).cpu()
                 apart = [a != b for a, b in zip(tail, want[len(client.ids) - len(ids) :])] + [True]
                 agree = (p.argmax(-1) == torch.tensor(tail)).double().mean().item()
                 rows.append((len(tail), apart.index(True), agree, p[range(len(tail)), tail].mean().item()))
-        r = [statistics.mean(column) for column in zip(*rows)] if rows else [0.0] * 4
+        if not rows:
+            raise UserError("the texts are too short to be cut; more --max-new-tokens")
+        r = [statistics.mean(column) for column in zip(*rows)]
         out[name][str(cut)] = dict(zip(("tokens", "first_divergence", "agreement", "log_probability"), r))
         print(f"{cut:4.0%} of the text  {name:12}{r[0]:7.1f}{r[1]:18.1f}{r[2]:11.1%}{r[3]:17.2f}", flush=True)
     print("tokens: drafted alone, mean over the prompts; first divergence: as many of them are plain decoding's before one is not;\nagreement: "
           "the target's first choice behind the text before them; log-probability: the target's. An API client stops dead.")  # fmt: skip
     return out
 
+COMMANDS = {command.__name__: command for command in (demo, compare, policies, wires, disconnect)}
+
+def within(low, high, kind=float):
+    """-> an argument type: a number in low..high."""
+    def parse(text):
+        if not low <= kind(text) <= high:
+            raise argparse.ArgumentTypeError(f"must lie in {low:g}..{high:g}, not {text}")
+        return kind(text)
+    return parse
+
 def outage(text):
     """ "A:B" -> seconds (A, B)."""
-    a, b = map(float, text.split(":"))
-    if not 0 <= a < b:
-        raise ValueError
+    a, b = map(within(0, 1e6), text.split(":"))
+    if not a < b:
+        raise argparse.ArgumentTypeError(f"an outage is A:B, A < B, not {text}")
     return a, b
-
-COMMANDS = {command.__name__: command for command in (demo, compare, policies, wires, disconnect)}
 
 def parse(argv=None):
     parser = arguments(__doc__, *COMMANDS, "serve")
-    add, number, share = parser.add_argument, positive(float), lambda text: float(text) if 0 <= float(text) < 1 else int("x")
-    seconds = lambda text: positive(float)(text) / 1e3
-    seconds.__name__, share.__name__ = "milliseconds", "share in 0..1"  # which argparse's messages show
+    add, factor, milliseconds = parser.add_argument, within(1e-3, 1e3), within(1e-3, 1e5)
     decoding_arguments(add)
-    add("--profile", choices=PROFILES, help="the network (default: lte; the tables: all)")
-    add("--jitter", type=number, default=0.0, help="up to so many milliseconds more each way")
-    add("--loss", type=share, default=0.0, help="share of messages that are lost and sent again")
+    add("--profile", choices=PROFILES, help="the network (default: lte; compare and policies: all)")
+    add("--jitter", type=within(0, 1e5), default=0.0, help="up to so many milliseconds more each way")
+    add("--loss", type=within(0, 0.9), default=0.0, help="share of messages that are lost and sent again")
     add("--outage", type=outage, action="append", metavar="A:B", help="demo: no link from second A to B; may be repeated (default: once)")
-    add("--disconnect-after", type=float, metavar="T", help="demo: no link from second T on")
+    add("--disconnect-after", type=within(0, 1e6), metavar="T", help="demo: no link from second T on")
     add("--wire", choices=WIRES, default="fp16", help="how memory travels (default %(default)s)")
     add("--policy", choices=("auto", "fixed", "confidence"), default="auto", help="when to call the server (default %(default)s)")
-    add("--draft-length", type=int, default=6, help="of --policy fixed (default %(default)s)")
-    add("--confidence", type=share, default=0.3, help="of --policy confidence (default %(default)s)")
-    add("--client-slowdown", type=number, default=1.0, help="a slower client than this machine")
-    add("--server-speedup", type=number, default=1.0, help="a faster server than this machine")
-    add("--draft-ms", type=seconds, help="a drafted token takes so long, given instead of measured")
-    add("--verify-ms", type=seconds, help="a request takes the server so long, given instead of measured")
+    add("--draft-length", type=within(0, 512, int), default=6, help="of --policy fixed (default %(default)s)")
+    add("--confidence", type=within(0, 1), default=0.3, help="of --policy confidence (default %(default)s)")
+    add("--client-slowdown", type=factor, default=1.0, help="a slower client than this machine")
+    add("--server-speedup", type=factor, default=1.0, help="a faster server than this machine")
+    add("--draft-ms", type=milliseconds, help="a drafted token takes so long, given instead of measured")
+    add("--verify-ms", type=milliseconds, help="a request takes the server so long, given instead of measured")
     add("--real-time", action="store_true", help="wait for the simulated network")
-    add("--port", type=int, default=0, help="serve: where to listen (default: any free port)")
+    add("--port", type=within(0, 65535, int), default=0, help="serve: where to listen (default: any free port)")
     args = parser.parse_args(argv)
-    args.profiles = [args.profile] if args.profile else list(PROFILES)
-    if args.draft_length < 0:
-        raise UserError(f"--draft-length must be >= 0, not {args.draft_length}")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed must lie in 0..2^63 - 1 here, not {args.seed}")
     return args
 
 def main():
@@ -879,12 +917,12 @@ def main():
     if args.json:
         args.json.open("a").close()  # a bad path shows at once
     torch.set_num_threads(1)  # the client's; its small matrices gain nothing from more
-    served = dict.fromkeys([*names, "independent"])
-    bench = Bench(args, served)  # bad input shows here, before there is a server
-    with server_process(args, served) as (_, port, token):
-        bench.connect(port, token)
+    bench = Bench(args, names)  # bad input shows here, before there is a server
+    with server_process(args, names) as (_, port, secret):
+        bench.connect(port, secret)
         result = COMMANDS[args.command](bench, names)
-    print(f"identical to plain decoding: {'NO' if bench.different else 'yes'}")
+    if args.command != "disconnect":
+        print(f"identical to plain decoding: {'NO' if bench.different else 'yes'}")
     if args.json:
         args.json.write_text(json.dumps({args.command: result, "settings": vars(args)}, indent=1, default=str))
     if bench.different:

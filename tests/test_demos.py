@@ -28,7 +28,7 @@ def run(*command, cwd=ROOT):
     (["speculative.py", "--max-new-tokens", "0", "--prompt", "x"], "tau"),
     (["speculative.py", "--max-new-tokens", "16", "--prompts", "1", "--tree", "3x4:8", "--drafter", "eagle", "--trace"], "cycle 2"),
     (["speculative.py", "--max-new-tokens", "12", "--prompts", "1", "--draft-length", "auto"], "expected tokens/s by length"),
-    (["serve_local.py", "--max-new-tokens", "24"], "never verified"),
+    (["serve_local.py", "--max-new-tokens", "24"], "identical to plain decoding: yes"),
     (["speculative.py", "--max-new-tokens", "9", "--prompt", "añ漢🙂<|endoftext|>", "--draft-length", "0"], "identical: yes"),
 ])  # fmt: skip
 def test_demos(command, says):
@@ -55,6 +55,8 @@ SMALL = ["--data", str(ROOT / "model.py"), "--batch", "1", "--minutes", "0.001"]
     ["serve_local", "--weights", "nowhere"], ["serve_local", "--profile", "5G"], ["serve_local", "--outage", "3:1"], ["serve_local", "--outage", "x"],
     ["serve_local", "--drafter", "nothing"], ["serve_local", "--draft-length", "-1"], ["serve_local", "--loss", "1"], ["serve_local", "--wire", "fp8"],
     ["serve_local", "--temperature", "-1"], ["serve_local", "--verify-ms", "0"], ["serve_local", "--json", "weights"],
+    ["serve_local", "--seed", "-1"], ["serve_local", "serve", "--port", "99999"], ["serve_local", "serve"], ["serve_local", "--draft-ms", "inf"],
+    ["serve_local", "--disconnect-after", "nan"], ["serve_local", "--jitter", "-1"], ["serve_local", "--outage", "1"],
     ["serve_local", "--prompt", "word " * 600], ["serve_local", "--max-new-tokens", "-1"], ["serve_local", "--client-slowdown", "0"],
     ["moa", "train", "--init", "--weights", "nowhere"],
     ["model", "train", "--data", "nowhere"], ["model", "train", "--batch", "0"], ["model", "train", "--minutes", "-1"],
