@@ -14,9 +14,8 @@ reads verified tokens only, in training as in drafting, so it never meets a pred
 
 Shapes as in model.py; N = n_target_layers, U = 2 * nkv * hs the width of one layer's [key; value] of a token.
 """
-import json
-import random
-import zlib
+import json, random, zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +50,8 @@ class LSA(nn.Module):
     def forward(self, kv):
         """kv (L, B, nkv, T, 2 hs) -> s (B, T, C)."""
         L, B, _, T, _ = kv.shape
-        u = kv.permute(1, 3, 0, 2, 4).reshape(B * T, L, -1)  # (B*T, L, U)
-        with sdpa_kernel(SDPBackend.MATH):  # for many sequences of L the fused kernel's backward pass is far slower on a CPU
+        u = kv.permute(1, 3, 0, 2, 4).reshape(B * T, L, -1).contiguous()  # (B*T, L, U), next to each other at last
+        with sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext():  # the fused kernel's backward pass is slow here
             return self.proj(self.block(u, (self.cos, self.sin)).mean(1)).view(B, T, -1)
 
 class TokenMap(nn.Module):
@@ -450,8 +449,7 @@ def train(args):
         return out
 
     def report():
-        terms = held_out_terms().items()
-        return "held-out " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in terms)
+        return "held-out " + " ".join(f"{name} {t['cross_entropy']:.3f} ({t['agreement']:.1%})" for name, t in held_out_terms().items())
 
     entering = target_pass(first)[-1]
     for drafter in drafters.values():

@@ -596,8 +596,7 @@ class Client:
             return self.probability >= self.confidence
         if self.policy == "fixed" or not self.cycle_seconds:
             return len(self.unverified) < self.draft_length
-        rows, busy = np.array(self.passes[-32:]).T
-        seconds = self.draft_seconds / max(1, self.drafted) + (max(0.0, np.polyfit(rows, busy, 1)[0]) if rows.min() < rows.max() else 0.0)
+        seconds = self.draft_seconds / max(1, self.drafted) + self.row_seconds
         return self.stands * sum(self.stood) / sum(self.tried) > seconds * self.emitted / self.cycle_seconds
 
     def alone(self, end):
@@ -645,6 +644,8 @@ class Client:
             raise UserError(f"the server speaks another version ({e}); start it from the same sources") from None
         self.fed = base + accepted
         self.passes.append((1 + len(draft) if header["op"] == "verify" else len(ids), self.link.busy - busy))
+        rows, seconds = np.array(self.passes[-32:]).T
+        self.row_seconds = max(0.0, np.polyfit(rows, seconds, 1)[0]) if rows.min() < rows.max() else 0.0  # of one more in a pass
         self.link.compute("observe", self.timer() - clock)
         return accepted, token
 
