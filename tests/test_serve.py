@@ -252,12 +252,12 @@ def test_least_recently_used_sessions_go_and_their_clients_never_notice():
     assert sorted(texts) == sorted([i, 5, *plain(target, [i, 5], 14)] for i in range(4))
 
 
-@given(seed=st.integers(0, 50), rows=st.integers(1, 9))
-def test_restarting_asks_only_for_the_memory_that_is_missing(seed, rows):
+@pytest.mark.parametrize("rows", [1, 2, 5, 9])
+def test_restarting_asks_only_for_the_memory_that_is_missing(rows):
     """A session lost and opened again: the drafter's memory is what it would be without."""
-    target, memory = tiny_target(seed), {}
+    target, memory = tiny_target(), {}
     for lost in (False, True):
-        drafter = tiny_moa(target, 1, seed)
+        drafter = tiny_moa(target, 1)
         client = split(target, drafter, wire="fp32", policy="fixed", draft_length=2)
         for event in client.generate([3] * rows, 10):
             if lost:
