@@ -346,6 +346,7 @@ def serve(args, names):
     """The server process: prints its port and serves until standard input, its parent's, closes."""
     if not (secret := os.environ.get("MOA_SECRET")):
         raise UserError("serve is what the other commands start; by itself it needs MOA_SECRET in the environment, which clients must show")
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is the client's: threads that wait for it slow all
     target, _ = load_target(args.weights, args.device)
     drafters = {name: load_drafter(target, Path(args.weights) / f"{name}.pt") for name in names}
     with Server(Service(target, drafters, secret), args.port) as server:
