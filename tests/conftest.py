@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -96,10 +97,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Before the test modules are read, so that every test over KINDS has it."""
     if config.getoption("--drafter"):
-        path, name = config.getoption("--drafter").rsplit(":", 1)
+        path, _, name = config.getoption("--drafter").rpartition(":")
+        if not Path(path).is_file():
+            raise pytest.UsageError(f"--drafter takes FILE.py:CLASS; there is no file {path!r}")
         spec = importlib.util.spec_from_file_location("yours", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if not hasattr(module, name):
+            raise pytest.UsageError(f"--drafter: {path} has no class {name!r}")
         YOURS["class"] = getattr(module, name)
         KINDS.append("yours")
 

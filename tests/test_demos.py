@@ -1,6 +1,7 @@
 """Each file as a reader runs it: the demos end well, bad input ends in one line."""
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -83,9 +84,13 @@ def test_one_line_is_all_that_a_person_sees():
 
 
 def test_the_readmes_own_drafter_is_exact(tmp_path):
-    """The class that the README shows, through the tests that it says judge it."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    (tmp_path / "mine.py").write_text(code)
+    """The class that the README shows, through the tests that it says judge it, and the lines that use it."""
+    drafter, use = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "mine.py").write_text(drafter)
+    done = subprocess.run([sys.executable, "-c", use], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    _, plain, a, speculative, b = re.split(r"\w+: (\d+) passes, .*\n", done.stdout)
+    assert int(speculative) < int(plain) == 64 and a == b, done
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_speculative.py", "-k", "yours or cache_holds or max_new_tokens",
                "--drafter", f"{tmp_path / 'mine.py'}:PromptLookup")  # fmt: skip
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout
