@@ -788,8 +788,7 @@ def demo(bench, names):
         link.outages = [(0.4 + 4 * link.profile.rtt, 1.4 + 8 * link.profile.rtt)]
     client, held, of = bench.client(name, link), bench.held[name], sum(p.numel() for p in bench.judge.parameters())
     print(f"{name} at the client: {held / 1e6:.2f} M parameters, {4 * held / 1e6:.1f} MB in float32, of the target's {of / 1e6:.2f} M ({held / of:.0%})\n"
-          f"{args.profile or 'lte'}, outages " + " ".join(f"{a:.2f}:{b:.2f}" for a, b in link.outages) + f" s; client x{args.client_slowdown:g} slower, "
-          f"server x{args.server_speedup:g} faster than measured here; memory as {args.wire}\n")  # fmt: skip
+          f"{args.profile or 'lte'}, outages " + " ".join(f"{a:.2f}:{b:.2f}" for a, b in link.outages) + f" s; memory as {args.wire}\n")  # fmt: skip
     for event in client.generate(ids, args.max_new_tokens):
         if event.what == "offline":
             alone = event.draft
@@ -922,6 +921,7 @@ def main():
     bench = Bench(args, names)  # bad input shows here, before there is a server
     with server_process(args, names) as (_, port, secret):
         bench.connect(port, secret)
+        print(f"client x{args.client_slowdown:g} slower, server x{args.server_speedup:g} faster than measured here")
         result = COMMANDS[args.command](bench, names)
     if args.command != "disconnect":
         print(f"identical to plain decoding: {'NO' if bench.different else 'yes'}")

@@ -30,6 +30,7 @@ def run(*command, cwd=ROOT):
     (["speculative.py", "--max-new-tokens", "16", "--prompts", "1", "--tree", "3x4:8", "--drafter", "eagle", "--trace"], "cycle 2"),
     (["speculative.py", "--max-new-tokens", "12", "--prompts", "1", "--draft-length", "auto"], "expected tokens/s by length"),
     (["serve_local.py", "--max-new-tokens", "24"], "identical to plain decoding: yes"),
+    (["serve_local.py", "policies", "--profile", "lte", "--max-new-tokens", "4", "--prompts", "1", "--client-slowdown", "2"], "client x2 slower, server x1 faster"),
     (["speculative.py", "--max-new-tokens", "9", "--prompt", "añ漢🙂<|endoftext|>", "--draft-length", "0"], "identical: yes"),
 ])  # fmt: skip
 def test_demos(command, says):
