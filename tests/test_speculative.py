@@ -84,10 +84,10 @@ def test_tied_logits_give_the_first_id_on_every_path(kind):
     target = tiny_target(0, tie_embeddings=False)
     target.lm_head.weight.data.zero_()  # every logit ties
     assert set(tokens(speculate(target, any_drafter(target, kind), [1, 2], 12))) == {0}
-    target = tiny_target(0, tie_embeddings=False, vocab_size=34)
-    target.lm_head.weight.data[17:] = target.lm_head.weight.data[:17]  # every row twice
+    target = tiny_target(0, tie_embeddings=False, vocab_size=32)
+    target.lm_head.weight.data = torch.eye(16, dtype=torch.float64).repeat(2, 1)  # every row twice; a sum of one term, no CPU rounds it
     out = tokens(speculate(target, any_drafter(target, kind), [1, 2], 20))
-    assert out == list(generate(target, [1, 2], 20)) == list(generate_naive(target, [1, 2], 20)) and max(out) < 17
+    assert out == list(generate(target, [1, 2], 20)) == list(generate_naive(target, [1, 2], 20)) and max(out) < 16
 
 
 def test_near_ties_are_told_from_bugs():
