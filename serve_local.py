@@ -192,7 +192,8 @@ class Service:
         except Refused as e:
             yield pack({"request": request, "error": e.args[0], "message": e.args[1]})
         except Exception as e:  # ours, not the client's: it is told, and the next one is served
-            self.sessions.pop(str(header.get("session")), None)
+            with self.lock:
+                self.sessions.pop(str(header.get("session")), None)
             yield pack({"request": request, "error": "internal", "message": f"{type(e).__name__}: {e}"[:1000]})
 
     def answer_session(self, header, body, request):
@@ -359,8 +360,8 @@ def server_process(args, names, port=0, secret=None):
     """A server that ends with us -> its process, port and secret."""
     secret = secret or secrets.token_hex(16)
     command = [sys.executable, __file__, "serve", "--weights", args.weights, "--device", args.device, "--port", port, "--drafter", *names]
-    with subprocess.Popen(map(str, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "MOA_SECRET": secret}) as process:  # fmt: skip
+    with subprocess.Popen(map(str, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                          env={**os.environ, "MOA_SECRET": secret}) as process:  # Ctrl-C is for us; its stdin's end, for it; fmt: skip
         if not (line := process.stdout.readline()):
             sys.exit(process.wait())  # it has said why
         yield process, int(line), secret
@@ -540,7 +541,9 @@ class Client:
         self.sampling, self.seed, self.wire, self.policy, self.draft_length = sampling, seed, wire, policy, draft_length
         self.confidence, self.longest, self.offline_limit, self.patience, self.retry = confidence, longest, offline_limit, patience, retry
         self.eot, self.timer, self.request, self.shapes = eot, timer, 0, []
-        self.tried, self.stood = [2.0] * 10, [0.1 + 0.2 * i for i in range(10)]  # by confidence, in tenths; a weak prior
+        # by confidence c, in tenths; the prior, two tokens in each: 0.4 + 0.6 c, as the target's first choice is often the drafter's
+        # own where that is far from sure of it
+        self.tried, self.stood = [2.0] * 10, [2 * (0.4 + 0.6 * (0.05 + 0.1 * i)) for i in range(10)]
         self.emitted, self.cycle_seconds, self.drafted, self.draft_seconds, self.passes = 0, 0.0, 0, 0.0, []
 
     @torch.inference_mode()
@@ -548,6 +551,7 @@ class Client:
         """Yield an Event for each call and each token drafted offline. Afterwards `ids` is the committed text, and where patience
         ended, `unverified` what was drafted behind it. Raises UserError for what cannot be decoded, or is refused."""
         end = len(ids) + check_prompt(self.target.config, ids, max_new_tokens)
+        # fed: of how many tokens the drafter has the memory; gives_up: when, if no answer comes before
         self.ids, self.session, self.is_open, self.fed, self.gives_up, self.gave_up = list(ids), secrets.token_hex(8), False, 0, None, False
         self.drafter.reset()
         self.start_draft()
@@ -565,7 +569,7 @@ class Client:
             draft, new = self.unverified, [*self.unverified[:accepted], token]
             if self.eot in new:
                 new = new[: new.index(self.eot) + 1]
-            for i, tenth in enumerate(self.tenths[: accepted + 1]):
+            for i, tenth in enumerate(self.tenths[: min(accepted + 1, room)]):
                 self.tried[tenth] += 1
                 self.stood[tenth] += i < accepted
             if not first and faults == self.link.faults and self.gives_up is None:
@@ -598,6 +602,7 @@ class Client:
         if self.policy == "fixed" or not self.cycle_seconds:
             return len(self.unverified) < self.draft_length
         seconds = self.draft_seconds / max(1, self.drafted) + self.row_seconds
+        # the token to come has no confidence yet: its chance is that of all before
         return self.stands * sum(self.stood) / sum(self.tried) > seconds * self.emitted / self.cycle_seconds
 
     def alone(self, end):
@@ -799,7 +804,8 @@ def demo(bench, names):
         alone = []
     text, plain = client.ids[len(ids) :], bench.plain(ids)
     if client.gave_up:
-        print(f"{link.now:8.2f} s end  {len(client.unverified):4} never verified        {decode(client.unverified)!r}")
+        print(f"{link.now:8.2f} s end  {len(client.unverified):4} never verified        {decode(client.unverified)!r}\n{'':11}no answer for "
+              f"{client.patience:g} s: gave up with {len(text)} of {len(plain)} tokens")  # fmt: skip
         plain = plain[: len(text)]
     network = sum(end - start for what, start, end in link.spans if what in ("up", "down"))
     print("", *timeline(link.spans), "", f"{len(text)} tokens in {link.now:.2f} s: {link.calls} calls, {link.bytes_up} bytes up, {link.bytes_down} down; "
@@ -821,7 +827,7 @@ def compare(bench, names):
 
 def policies(bench, names):
     """When to call: fixed draft lengths, the drafter's confidence, `auto`, and how near that is to the best fixed length."""
-    fixed = {f"fixed {k}": (names[0], dict(policy="fixed", draft_length=k)) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
+    fixed = {f"fixed {k}": (names[0], dict(policy="fixed", draft_length=k)) for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24)}
     out = bench.table([bench.args.profile] if bench.args.profile else PROFILES, fixed | {policy: (names[0], dict(policy=policy)) for policy in ("confidence", "auto")})
     for profile, rows in out.items():
         best = min(fixed, key=lambda label: rows[label]["s_per_token"])
@@ -854,6 +860,8 @@ def disconnect(bench, names):
             for _ in client.generate(ids + want[:n], len(want) - n):  # the same text for all; one call, then the cut
                 link.outages = [(link.now, math.inf)]
             link.connection.close()
+            if len(client.ids) <= len(ids) + n < len(ids) + len(want):
+                raise UserError(f"the server stopped answering ({name}, cut at {cut:.0%}); run it again, and look for what ended it")
             if tail := client.unverified:
                 text = torch.tensor([client.ids + tail], device=bench.judge.lm_head.weight.device)
                 p = bench.judge(text)[0, len(client.ids) - 1 : -1].log_softmax(-1).cpu()
@@ -865,7 +873,7 @@ def disconnect(bench, names):
         r = [statistics.mean(column) for column in zip(*rows)]
         out[name][str(cut)] = dict(zip(("tokens", "first_divergence", "agreement", "log_probability"), r))
         print(f"{cut:4.0%} of the text  {name:12}{r[0]:7.1f}{r[1]:18.1f}{r[2]:11.1%}{r[3]:17.2f}", flush=True)
-    print("tokens: drafted alone, mean over the prompts; first divergence: as many of them are plain decoding's before one is not;\nagreement: "
+    print("tokens: drafted alone, mean over the prompts that go on so far; first divergence: as many of them are plain decoding's before one is not;\nagreement: "
           "the target's first choice behind the text before them; log-probability: the target's. An API client stops dead.")  # fmt: skip
     return out
 
@@ -881,8 +889,8 @@ def within(low, high, kind=float):
 
 def outage(text):
     """ "A:B" -> seconds (A, B)."""
-    a, b = map(within(0, 1e6), text.split(":"))
-    if not a < b:
+    a, b = map(within(0, 1e6), (text + ":0").split(":")[:2])
+    if not a < b or text.count(":") != 1:
         raise argparse.ArgumentTypeError(f"an outage is A:B, A < B, not {text}")
     return a, b
 
@@ -897,7 +905,7 @@ def parse(argv=None):
     add("--disconnect-after", type=within(0, 1e6), metavar="T", help="demo: no link from second T on")
     add("--wire", choices=WIRES, default="fp16", help="how memory travels (default %(default)s)")
     add("--policy", choices=("auto", "fixed", "confidence"), default="auto", help="when to call the server (default %(default)s)")
-    add("--draft-length", type=within(0, 512, int), default=6, help="of --policy fixed (default %(default)s)")
+    add("--draft-length", type=within(0, 24, int), default=6, help="of --policy fixed, at most 24 (default %(default)s)")
     add("--confidence", type=within(0, 1), default=0.3, help="of --policy confidence (default %(default)s)")
     add("--client-slowdown", type=factor, default=1.0, help="a slower client than this machine")
     add("--server-speedup", type=factor, default=1.0, help="a faster server than this machine")
@@ -908,6 +916,11 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed must lie in 0..2^63 - 1 here, not {args.seed}")
+    if args.command != "demo" and (args.outage or args.disconnect_after is not None):
+        raise UserError("--outage and --disconnect-after are for the demo; `disconnect` cuts the link by itself")
+    least = {"demo": 0, "disconnect": 5}.get(args.command, 1)
+    if 0 <= args.max_new_tokens < least:
+        raise UserError(f"{args.command} needs --max-new-tokens {least} or more")
     return args
 
 def main():

@@ -461,6 +461,8 @@ def main():
     add("--full", action="store_true", help="compare: every drafter, all prompts, 64 tokens; some minutes")
     add("--svg", type=Path, metavar="FILE", help="compare: draw the agreement by distance here")
     args = parser.parse_args()
+    if args.svg and args.command != "compare":
+        parser.error("--svg draws what `compare` measures")
     for path in filter(None, (args.json, args.svg)):
         path.open("a").close()  # a bad path shows at once
     sampling, comparing = Sampling(args.temperature, args.top_k, args.top_p), args.command == "compare"
@@ -471,15 +473,13 @@ def main():
     if args.draft_length == "auto":
         args.draft_length, reasoning = best_length(target, drafters[names[0]], prompts, args, sampling)
         print(reasoning)
-
     if comparing:
         args.tree, args.stride = args.tree or Tree(3, 5, 10), 2 if args.full else 8
         args.max_new_tokens = args.max_new_tokens if args.full else min(args.max_new_tokens, 24)
         result = compare(target, enc, drafters, prompts, args, sampling)
         results = [method[shape] for method in result["methods"] for shape in ("chain", "tree")]
     else:
-        runs = []
-        method = (drafters[names[0]], args.tree or chain(args.draft_length))
+        runs, method = [], (drafters[names[0]], args.tree or chain(args.draft_length))
         for run in (by_method[0] for by_method in measure(target, {0: method}, prompts, enc, args, sampling)):
             if not runs:
                 print(*trace(enc, run["prompt"], run["cycles"], colour=sys.stdout.isatty()), sep="")

@@ -1,6 +1,7 @@
 """The split over a network: the text is plain decoding's whatever the network does, and the server outlives every input."""
 import io
 import math
+import os
 import random
 import socket
 import threading
@@ -654,9 +655,17 @@ def test_disconnect_lets_every_drafter_go_on_alone(bench, capsys):
     assert capsys.readouterr().out.count("of the text") == 6
 
 
+def test_tables_say_that_the_server_is_gone(bench, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        monkeypatch.setattr(bench.bench, "port", s.getsockname()[1])  # where soon nobody listens
+    for command in (serve_local.disconnect, serve_local.wires):
+        with pytest.raises(UserError, match="the server stopped answering"):
+            bench(command, "--max-new-tokens", "8")
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--profile", "3g", "--outage", "1.5:4", "--wire", "int8"], "unverified"), (["--disconnect-after", "0.3", "--temperature", "0.8"], "never verified"),
-    (["--disconnect-after", "0"], "0 never verified"), (["--jitter", "5", "--loss", "0.2"], "24 tokens in"), (["--max-new-tokens", "0"], "0 tokens"),
+    (["--disconnect-after", "0"], "gave up with 0 of 24 tokens"), (["--jitter", "5", "--loss", "0.2"], "24 tokens in"), (["--max-new-tokens", "0"], "0 tokens"),
 ])  # fmt: skip
 def test_the_demo_tells_what_happened(bench, capsys, flags, says):
     bench.bench.prompts = [[100, 200, 300]]
@@ -678,6 +687,7 @@ def test_a_server_process_killed_and_started_again_in_the_middle_of_a_text():
             client = Client(target, drafter, "moa1", Link(Connection(port)), secret, patience=1e9)
             events = client.generate(ids, 24)
             first = [next(events), next(events)]
+            assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C is its parent's
             process.kill()
         with server_process(args, ["moa1"], port, secret) as (process, _, _):
             assert all(event.new or event.what == "offline" for event in [*first, *events])
