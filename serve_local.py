@@ -72,6 +72,8 @@ def read_frame(file, limit):
         raise FrameError("the header is not a JSON object")
     return header, content[n_header:], PREFIX.size + len(content)
 
+LONGEST = 24  # tokens that a draft may have while the link is up
+
 WIRES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "int8": np.dtype("i1")}
 
 def encode_memory(parts, wire):
@@ -536,7 +538,7 @@ class Client:
     """
 
     def __init__(self, target, drafter, name, link, secret, sampling=Sampling(), seed=0, wire="fp16", policy="auto", draft_length=6,
-                 confidence=0.3, longest=24, offline_limit=512, patience=10.0, retry=0.25, eot=None, timer=time.perf_counter):  # fmt: skip
+                 confidence=0.3, longest=LONGEST, offline_limit=512, patience=10.0, retry=0.25, eot=None, timer=time.perf_counter):  # fmt: skip
         self.target, self.drafter, self.name, self.link, self.secret = target, drafter, name, link, secret
         self.sampling, self.seed, self.wire, self.policy, self.draft_length = sampling, seed, wire, policy, draft_length
         self.confidence, self.longest, self.offline_limit, self.patience, self.retry = confidence, longest, offline_limit, patience, retry
@@ -873,8 +875,8 @@ def disconnect(bench, names):
         r = [statistics.mean(column) for column in zip(*rows)]
         out[name][str(cut)] = dict(zip(("tokens", "first_divergence", "agreement", "log_probability"), r))
         print(f"{cut:4.0%} of the text  {name:12}{r[0]:7.1f}{r[1]:18.1f}{r[2]:11.1%}{r[3]:17.2f}", flush=True)
-    print("tokens: drafted alone, mean over the prompts that go on so far; first divergence: as many of them are plain decoding's before one is not;\nagreement: "
-          "the target's first choice behind the text before them; log-probability: the target's. An API client stops dead.")  # fmt: skip
+    print("tokens: drafted alone, mean over the prompts that go on so far; first divergence: as many of them are plain decoding's before\none is not; "
+          "agreement: the target's first choice behind the text before them; log-probability: the target's. An API client stops dead.")  # fmt: skip
     return out
 
 COMMANDS = {command.__name__: command for command in (demo, compare, policies, wires, disconnect)}
@@ -889,8 +891,8 @@ def within(low, high, kind=float):
 
 def outage(text):
     """ "A:B" -> seconds (A, B)."""
-    a, b = map(within(0, 1e6), (text + ":0").split(":")[:2])
-    if not a < b or text.count(":") != 1:
+    a, b = map(within(0, 1e6), text.split(":"))
+    if not a < b:
         raise argparse.ArgumentTypeError(f"an outage is A:B, A < B, not {text}")
     return a, b
 
@@ -905,7 +907,7 @@ def parse(argv=None):
     add("--disconnect-after", type=within(0, 1e6), metavar="T", help="demo: no link from second T on")
     add("--wire", choices=WIRES, default="fp16", help="how memory travels (default %(default)s)")
     add("--policy", choices=("auto", "fixed", "confidence"), default="auto", help="when to call the server (default %(default)s)")
-    add("--draft-length", type=within(0, 24, int), default=6, help="of --policy fixed, at most 24 (default %(default)s)")
+    add("--draft-length", type=within(0, LONGEST, int), default=6, help="of --policy fixed (default %(default)s)")
     add("--confidence", type=within(0, 1), default=0.3, help="of --policy confidence (default %(default)s)")
     add("--client-slowdown", type=factor, default=1.0, help="a slower client than this machine")
     add("--server-speedup", type=factor, default=1.0, help="a faster server than this machine")
@@ -919,7 +921,7 @@ def parse(argv=None):
     if args.command != "demo" and (args.outage or args.disconnect_after is not None):
         raise UserError("--outage and --disconnect-after are for the demo; `disconnect` cuts the link by itself")
     least = {"demo": 0, "disconnect": 5}.get(args.command, 1)
-    if 0 <= args.max_new_tokens < least:
+    if args.max_new_tokens < least:
         raise UserError(f"{args.command} needs --max-new-tokens {least} or more")
     return args
 

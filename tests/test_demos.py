@@ -59,7 +59,7 @@ SMALL = ["--data", str(ROOT / "model.py"), "--batch", "1", "--minutes", "0.001"]
     ["serve_local", "--temperature", "-1"], ["serve_local", "--verify-ms", "0"], ["serve_local", "--json", "weights"],
     ["serve_local", "--seed", "-1"], ["serve_local", "serve", "--port", "99999"], ["serve_local", "serve"], ["serve_local", "--draft-ms", "inf"],
     ["serve_local", "--disconnect-after", "nan"], ["serve_local", "--jitter", "-1"], ["serve_local", "--outage", "1"], ["serve_local", "--draft-length", "25"],
-    ["serve_local", "compare", "--outage", "1:2"], ["serve_local", "disconnect", "--max-new-tokens", "4"],
+    ["serve_local", "compare", "--outage", "1:2"],
     ["serve_local", "compare", "--max-new-tokens", "0"], ["speculative", "--svg", "x.svg"],
     ["serve_local", "--prompt", "word " * 600], ["serve_local", "--max-new-tokens", "-1"], ["serve_local", "--client-slowdown", "0"],
     ["moa", "train", "--init", "--weights", "nowhere"],

@@ -663,6 +663,13 @@ def test_tables_say_that_the_server_is_gone(bench, monkeypatch):
             bench(command, "--max-new-tokens", "8")
 
 
+def test_a_text_too_short_for_its_command_is_refused_at_once():
+    for command, least in ("demo", 0), ("wires", 1), ("disconnect", 5):
+        serve_local.parse([command, "--max-new-tokens", str(least)])
+        with pytest.raises(UserError, match=f"needs --max-new-tokens {least} or more"):
+            serve_local.parse([command, "--max-new-tokens", str(least - 1)])
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--profile", "3g", "--outage", "1.5:4", "--wire", "int8"], "unverified"), (["--disconnect-after", "0.3", "--temperature", "0.8"], "never verified"),
     (["--disconnect-after", "0"], "gave up with 0 of 24 tokens"), (["--jitter", "5", "--loss", "0.2"], "24 tokens in"), (["--max-new-tokens", "0"], "0 tokens"),
